@@ -6,6 +6,7 @@ use std::fmt;
 use std::pin::Pin;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Instant;
 
 use checkpoint::{Checkpoint, DType, WeightFormat};
 use serde::{Deserialize, Serialize};
@@ -43,15 +44,14 @@ pub(crate) trait Experts: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Room for an expert that arrives in pieces, with matrices of these forms: gate, up and down. `None` if such an
-    /// expert must arrive as a whole, see [`insert`](Self::insert).
+    /// Room for an expert with matrices of these forms: gate, up and down.
     fn landing(
         &self,
         _layer: u32,
         _expert: u32,
         _forms: &[MatrixForm],
-    ) -> Option<Result<Box<dyn Landing + '_>, LoadError>> {
-        None
+    ) -> Result<Room<'_>, LoadError> {
+        Ok(Room::Whole)
     }
 
     /// The experts as peers get them from a device's memory, if they are there.
@@ -68,6 +68,15 @@ pub(crate) struct MatrixForm {
     pub(crate) scales: Option<(DType, f32)>,
 }
 
+/// Room for an expert that arrives.
+pub(crate) enum Room<'a> {
+    /// It must arrive as a whole, see [`Experts::insert`].
+    Whole,
+    /// It is loaded, and in service.
+    Loaded,
+    Pieces(Box<dyn Landing + 'a>),
+}
+
 /// An expert that arrives in pieces. Dropping it gives its room back.
 pub(crate) trait Landing {
     /// Memory for pieces. It stays valid as long as this object, and is filled and taken in turn.
@@ -80,6 +89,9 @@ pub(crate) trait Landing {
     /// order. Parts are as servers exchange them: codes of a matrix, then its scales and minima if its format has
     /// scales. The bytes may be unverified.
     fn take(&mut self, part: usize, offset: usize, bytes: &[u8]) -> Result<(), LoadError>;
+
+    /// Gives the room of the expert back, and keeps the buffers for ever, because a transfer may still fill them.
+    fn abandon(self: Box<Self>);
 
     /// Puts the expert into service, and returns its bytes. All parts were taken and verified.
     fn finish(self: Box<Self>) -> Result<u64, LoadError>;
@@ -119,7 +131,8 @@ pub(crate) type Share = (String, Pin<Box<dyn Future<Output = ()> + Send>>);
 /// Memory of a peer's device, which this server's device reaches.
 pub(crate) trait PeerMemory: Send + Sync {
     /// Copies an expert from its place, compares the checksum, and puts the expert into service. Returns its bytes.
-    /// Blocks for the copy.
+    /// Blocks for the copy. The peer keeps the expert there until `deadline` at least; a copy that ends later is not
+    /// used.
     ///
     /// # Errors
     /// [`CopyError`].
@@ -129,17 +142,19 @@ pub(crate) trait PeerMemory: Send + Sync {
         expert: u32,
         place: &DevicePlace,
         checksum: [u64; 2],
+        deadline: Instant,
     ) -> Result<u64, CopyError>;
 }
 
 /// Why an expert could not be copied from a peer's device.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CopyError {
-    #[error("checksum {}, expected {}", sum(.found), sum(.expected))]
+    #[error("checksum {}, expected {}", sum_text(*.found), sum_text(*.expected))]
     Damaged { found: [u64; 2], expected: [u64; 2] },
-    /// The memory cannot be reached.
+    /// The memory cannot be reached, or the copy failed. The peer may still give the expert from its host's memory.
     #[error("{0}")]
     Unreachable(String),
+    /// This server's device does not take the expert.
     #[error(transparent)]
     Load(#[from] LoadError),
 }
@@ -152,8 +167,12 @@ pub(crate) struct DevicePlace {
     /// Experts for which the block has room. It determines the offsets.
     pub(crate) capacity: u32,
     pub(crate) local_idx: u32,
+    /// The weights there are rounded from another form, which the model's files have.
+    #[serde(default)]
+    pub(crate) is_widened: bool,
 }
 
-fn sum([first, second]: &[u64; 2]) -> String {
+/// The text of a device's checksum.
+pub(crate) fn sum_text([first, second]: [u64; 2]) -> String {
     format!("{first:016x}{second:016x}")
 }

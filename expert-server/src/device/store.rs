@@ -14,15 +14,15 @@ mod shape;
 mod tables;
 mod weights;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use bytemuck::Zeroable;
-use checkpoint::{Checkpoint, WeightFormat};
+use checkpoint::Checkpoint;
 use kernels::abi::{DTYPE_BF16, DTYPE_F8_E4M3, DevicePtr, LayerWeights};
 use kernels::gpu::{Gpu, GpuError, LayerMatrices, LayerShape};
 
@@ -39,7 +39,7 @@ use super::DeviceError;
 use super::plan::DevicePlan;
 use super::upload::Uploader;
 use crate::compute::{ExpertWeights, LoadError, LoadProgress};
-use crate::experts::{DeviceExperts, Experts, Landing, MatrixForm};
+use crate::experts::{DeviceExperts, Experts, Landing, MatrixForm, Room};
 
 /// The loaded experts of all layers.
 pub(crate) struct DeviceStore {
@@ -55,8 +55,9 @@ pub(crate) struct DeviceStore {
     blocks: Mutex<BTreeMap<u64, Weak<LayerMemory>>>,
     next_block: AtomicU64,
     summer: Mutex<Option<Summer>>,
-    /// An expert of another form was widened to bf16.
-    has_widened: AtomicBool,
+    /// Experts that were widened to bf16 from another form, here or on the GPU that they were copied from: (layer,
+    /// expert).
+    widened: Mutex<BTreeSet<(u32, u32)>>,
     /// The newest tables.
     tables: ArcSwap<ExpertTables>,
     /// The tables that batches use.
@@ -142,7 +143,7 @@ impl DeviceStore {
             next_block: AtomicU64::new(blocks.len() as u64),
             blocks: Mutex::new(blocks),
             summer: Mutex::default(),
-            has_widened: AtomicBool::new(false),
+            widened: Mutex::default(),
             served: ArcSwap::new(Arc::clone(&tables)),
             tables: ArcSwap::new(tables),
             in_service: Mutex::new(0),
@@ -205,19 +206,6 @@ impl DeviceStore {
         self.changed.notify_all();
     }
 
-    /// Puts an expert into service that `fill` copies to its place. Returns its bytes, or 0 if it is loaded already.
-    fn add(
-        &self,
-        layer: u32,
-        expert: u32,
-        fill: impl FnOnce(&mut Uploader, &LayerMemory, usize) -> Result<(), LoadError>,
-    ) -> Result<u64, LoadError> {
-        let Some(mut reservation) = self.reserve(layer, expert)? else { return Ok(0) };
-        let (uploader, memory, local_idx) = reservation.parts();
-        fill(uploader, memory, local_idx)?;
-        reservation.publish()
-    }
-
     /// Wakes the data thread and waits until it uses `version`, up to [`SERVICE_LIMIT`]. Without a data
     /// thread the new tables are in service at once.
     fn announce(&self, version: u64) -> Result<(), LoadError> {
@@ -278,9 +266,10 @@ impl Experts for DeviceStore {
             expert,
             source,
         })?;
-        self.add(layer, expert, |uploader, memory, local_idx| {
-            put(uploader, &self.checkpoint, memory, local_idx, (layer, expert))
-        })
+        let Some(mut reservation) = self.reserve(layer, expert)? else { return Ok(0) };
+        let (uploader, memory, local_idx) = reservation.parts();
+        put(uploader, &self.checkpoint, memory, local_idx, (layer, expert))?;
+        reservation.publish()
     }
 
     fn insert(&self, layer: u32, expert: u32, weights: ExpertWeights) -> Result<u64, LoadError> {
@@ -291,12 +280,11 @@ impl Experts for DeviceStore {
         }
         let gate = gate.ok_or_else(|| refused("experts without a gate"))?;
         let matrices = [gate, up, down];
-        if !self.shape.is_fp8 && matrices.iter().any(|m| m.format() != WeightFormat::Bf16) {
-            self.has_widened.store(true, Ordering::Relaxed);
-        }
-        self.add(layer, expert, |uploader, memory, local_idx| {
-            put_matrices(uploader, &matrices, memory, local_idx, (layer, expert))
-        })
+        let Some(mut reservation) = self.reserve(layer, expert)? else { return Ok(0) };
+        reservation.is_widened = matrices.iter().any(|matrix| matrix.format() != self.format());
+        let (uploader, memory, local_idx) = reservation.parts();
+        put_matrices(uploader, &matrices, memory, local_idx, (layer, expert))?;
+        reservation.publish()
     }
 
     fn weights(&self, _: u32, _: u32) -> Option<Arc<ExpertWeights>> {
@@ -308,7 +296,7 @@ impl Experts for DeviceStore {
         layer: u32,
         expert: u32,
         forms: &[MatrixForm],
-    ) -> Option<Result<Box<dyn Landing + '_>, LoadError>> {
+    ) -> Result<Room<'_>, LoadError> {
         DeviceLanding::open(self, layer, expert, forms)
     }
 

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::manifest::Manifest;
 use crate::experts::DevicePlace;
+pub(super) use crate::experts::sum_text;
 
 /// From the reader.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -90,11 +91,6 @@ pub(super) fn decode<M: DeserializeOwned>(bytes: &[u8]) -> Result<M, String> {
 
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// The text of a device's checksum.
-pub(super) fn sum_text([first, second]: [u64; 2]) -> String {
-    format!("{first:016x}{second:016x}")
 }
 
 /// Decodes a device's checksum.

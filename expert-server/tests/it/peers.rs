@@ -238,6 +238,23 @@ async fn damaged_weights_of_a_peer_are_refused_and_come_from_another_one() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_grant_that_arrives_after_its_lease_is_not_used() {
+    let mut rng = seeded();
+    let folders = Folders::random(&mut rng, Preset::TinyQwen3Moe);
+    let fleet = Fleet::of_replicas().await;
+    let honest = fleet.server("honest", &folders.full, WeightsFrom::Disk).await;
+    let raw = RawPeer::join(&fleet.url, "raw", &folders.full, Misdeed::Late).await;
+    raw.copy_all();
+    let before = sent_bytes(&honest);
+    let c = fleet.server("c", &folders.bare, WeightsFrom::Peers).await;
+    assert!(raw.num_granted() > 0, "the late peer was asked");
+    assert_eq!(sent_bytes(&honest) - before, c.expert_bytes() as f64);
+    for server in [honest, c] {
+        server.shutdown().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn with_damaged_peers_alone_the_start_fails_with_the_checksum() {
     let mut rng = seeded();
     let folders = Folders::random(&mut rng, Preset::TinyQwen3Moe);

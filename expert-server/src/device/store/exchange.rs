@@ -64,8 +64,16 @@ impl DeviceStore {
         found.ok_or_else(|| LoadError::Device(missing().into()))
     }
 
+    /// Keeps the uploader of a copy to the host if few are kept already, because its buffers are page-locked.
+    pub(super) fn keep_some(&self, uploader: Uploader) {
+        let mut kept = lock(&self.uploaders);
+        if kept.len() < MAX_KEPT {
+            kept.push(uploader);
+        }
+    }
+
     /// The form of matrices in GPU memory.
-    const fn format(&self) -> WeightFormat {
+    pub(super) const fn format(&self) -> WeightFormat {
         if self.shape.is_fp8 { BLOCK_FP8 } else { WeightFormat::Bf16 }
     }
 
@@ -73,7 +81,7 @@ impl DeviceStore {
     fn is_as_stored(&self, layer: u32, expert: u32) -> bool {
         match self.checkpoint.expert(layer, expert) {
             Ok(tensors) => tensors.matrices().all(|matrix| matrix.format() == self.format()),
-            Err(_) => !self.has_widened.load(Ordering::Relaxed),
+            Err(_) => !lock(&self.widened).contains(&(layer, expert)),
         }
     }
 }
@@ -105,7 +113,7 @@ impl DeviceExperts for DeviceStore {
             unsafe { uploader.read(from, &mut host.as_mut_slice()[*begin..end]) }
                 .map_err(refused)?;
         }
-        lock(&self.uploaders).push(uploader);
+        self.keep_some(uploader);
         let host = Arc::new(host);
         let (matrix, scales) =
             (self.shape.matrix_bytes() as usize, self.shape.num_scales() as usize * 4);
@@ -150,6 +158,7 @@ impl DeviceExperts for DeviceStore {
             block: memory.id(),
             capacity: u32::try_from(memory.capacity()).ok()?,
             local_idx: u32::try_from(local_idx).ok()?,
+            is_widened: !self.is_as_stored(layer, expert),
         };
         Some((place, memory))
     }
@@ -220,6 +229,7 @@ impl PeerMemory for PeerBlocks {
         expert: u32,
         place: &DevicePlace,
         expected: [u64; 2],
+        deadline: Instant,
     ) -> Result<u64, CopyError> {
         let (shape, capacity) = (self.store.shape, place.capacity as usize);
         let is_within = place.local_idx < place.capacity
@@ -230,21 +240,28 @@ impl PeerMemory for PeerBlocks {
         let from_layout = BlockLayout { shape, capacity };
         let block = self.map(place.block, &from_layout)?;
         let Some(mut reservation) = self.store.reserve(layer, expert)? else { return Ok(0) };
+        reservation.is_widened = place.is_widened;
         let (uploader, memory, local_idx) = reservation.parts();
+        // The peer's host may still give what its device does not.
+        let failed = |error: GpuError| CopyError::Unreachable(error.to_string());
         for part in Part::ALL {
             let bytes = from_layout.part_bytes(part);
             let from = block.at(from_layout.offset(part, place.local_idx as usize), bytes);
-            let (from, to) = (from.map_err(refused)?, memory.at(part, local_idx).map_err(refused)?);
+            let (from, to) = (from.map_err(failed)?, memory.at(part, local_idx).map_err(failed)?);
             // SAFETY: both ranges lie in their blocks. The peer promises not to write a loaded expert; if it does, the
             // checksum differs. No kernel uses this place yet. The reservation keeps its block until the copy has
             // ended, and `block` lives as long.
-            unsafe { uploader.copy_within_gpu(to, from, bytes).map_err(refused)? };
+            unsafe { uploader.copy_within_gpu(to, from, bytes).map_err(failed)? };
         }
         if let Err(error) = uploader.wait() {
             std::mem::forget(block);
-            return Err(refused(error).into());
+            return Err(failed(error));
         }
-        let found = self.store.checksum_at(memory, local_idx).map_err(refused)?;
+        if Instant::now() >= deadline {
+            let text = "the grant ended before the expert was copied";
+            return Err(CopyError::Unreachable(text.to_owned()));
+        }
+        let found = self.store.checksum_at(memory, local_idx).map_err(failed)?;
         if found != expected {
             return Err(CopyError::Damaged { found, expected });
         }
@@ -252,6 +269,8 @@ impl PeerMemory for PeerBlocks {
     }
 }
 
+/// Most uploaders that copies to the host leave for later ones. Copies beyond them lock pages anew.
+const MAX_KEPT: usize = 2;
 /// Longest wait for a checksum, which takes less than a millisecond.
 const SUM_LIMIT: Duration = Duration::from_secs(10);
 /// Longest wait for a peer's descriptor.

@@ -2,11 +2,11 @@
 
 use std::ptr::NonNull;
 
-use checkpoint::{DType, WeightFormat};
+use checkpoint::DType;
 
 use super::reservation::Reservation;
 use super::shape::BLOCK_FP8;
-use super::weights::{has_nan, is_nan};
+use super::weights::{has_nan, is_nan, le_bytes};
 use super::*;
 use crate::compute::{WeightError, WeightScales};
 
@@ -38,29 +38,18 @@ enum Target {
 }
 
 impl<'a> DeviceLanding<'a> {
-    /// `None` if the GPU does not hold experts of these forms as they are.
+    /// [`Room::Whole`] if the GPU does not hold experts of these forms as they are.
     pub(super) fn open(
         store: &'a DeviceStore,
         layer: u32,
         expert: u32,
         forms: &[MatrixForm],
-    ) -> Option<Result<Box<dyn Landing + 'a>, LoadError>> {
-        let format = if store.shape.is_fp8 { BLOCK_FP8 } else { WeightFormat::Bf16 };
-        if forms.len() != 3 || forms.iter().any(|form| form.format != format) {
-            return None;
+    ) -> Result<Room<'a>, LoadError> {
+        if forms.len() != 3 || forms.iter().any(|form| form.format != store.format()) {
+            return Ok(Room::Whole);
         }
-        Some(Self::reserve(store, layer, expert, forms).map(|landing| Box::new(landing) as _))
-    }
-
-    fn reserve(
-        store: &'a DeviceStore,
-        layer: u32,
-        expert: u32,
-        forms: &[MatrixForm],
-    ) -> Result<Self, LoadError> {
         let Some(mut reservation) = store.reserve(layer, expert)? else {
-            let what = format!("layer {layer} expert {expert} is loaded already");
-            return Err(LoadError::Device(what.into()));
+            return Ok(Room::Loaded);
         };
         let (_, memory, local_idx) = reservation.parts();
         let WeightShape { hidden, inter, is_fp8 } = store.shape;
@@ -82,7 +71,7 @@ impl<'a> DeviceLanding<'a> {
                 targets.push(Target::Nothing);
             }
         }
-        Ok(Self { reservation, expert: (layer, expert), targets })
+        Ok(Room::Pieces(Box::new(Self { reservation, expert: (layer, expert), targets })))
     }
 
     fn damaged(&self, source: WeightError) -> LoadError {
@@ -119,6 +108,10 @@ impl Landing for DeviceLanding<'_> {
         }
     }
 
+    fn abandon(mut self: Box<Self>) {
+        self.reservation.keep_buffers();
+    }
+
     fn finish(mut self: Box<Self>) -> Result<u64, LoadError> {
         for target in std::mem::take(&mut self.targets) {
             let Target::Scales { to, dtype, factor, bytes, expected } = target else { continue };
@@ -136,8 +129,7 @@ impl Landing for DeviceLanding<'_> {
                 let error = WeightError::ScaleNotFinite { rows, cols, format, idx, value };
                 return Err(self.damaged(error));
             }
-            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-            self.reservation.parts().0.copy_bytes(to, &bytes).map_err(refused)?;
+            self.reservation.parts().0.copy_bytes(to, &le_bytes(&values)).map_err(refused)?;
         }
         self.reservation.publish()
     }

@@ -11,6 +11,8 @@ pub(super) enum Place {
     /// An expert is being loaded there.
     Reserved(u32),
     Held(u32),
+    /// A copy there did not end: it is never used again.
+    Lost,
 }
 
 /// A place for an expert that is being loaded. Dropping it before [`publish`](Self::publish) frees the place.
@@ -22,7 +24,11 @@ pub(super) struct Reservation<'a> {
     layer: u32,
     expert: u32,
     local_idx: usize,
+    /// The weights are rounded from another form. The loader sets this before [`publish`](Self::publish).
+    pub(super) is_widened: bool,
     is_published: bool,
+    /// The uploader's buffers are never used again nor freed.
+    leaks_buffers: bool,
 }
 
 impl DeviceStore {
@@ -88,7 +94,9 @@ impl DeviceStore {
             layer,
             expert,
             local_idx,
+            is_widened: false,
             is_published,
+            leaks_buffers: false,
         }))
     }
 
@@ -129,6 +137,11 @@ impl Reservation<'_> {
         (&mut self.uploader, &self.memory, self.local_idx)
     }
 
+    /// Keeps the uploader's buffers for ever, because they may still be written.
+    pub(super) const fn keep_buffers(&mut self) {
+        self.leaks_buffers = true;
+    }
+
     /// Waits for the copies, and puts the expert into service. Returns its bytes.
     pub(super) fn publish(mut self) -> Result<u64, LoadError> {
         self.uploader.wait().map_err(refused)?;
@@ -151,6 +164,9 @@ impl Reservation<'_> {
             table.places.resize(table.places.len().max(self.local_idx + 1), None);
             table.places[self.local_idx] = Some(self.expert);
         }
+        if self.is_widened {
+            lock(&store.widened).insert((self.layer, self.expert));
+        }
         store.tables.store(Arc::new(new));
         drop(all);
         self.is_published = true;
@@ -164,17 +180,21 @@ impl Reservation<'_> {
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
         if !self.is_published {
-            // The place and its memory are used again only when no copy runs.
-            if let Err(error) = self.uploader.wait() {
+            // The place and its memory are used again only when no copy runs. The expert may come to another place.
+            let ended = self.uploader.wait();
+            let mut all = lock(&self.store.places);
+            let places = all.get_mut(self.layer as usize);
+            if let Some(place) = places.and_then(|places| places.get_mut(self.local_idx)) {
+                *place = if ended.is_ok() { Place::Free } else { Place::Lost };
+            }
+            if let Err(error) = ended {
                 tracing::error!(%error, "copies of weights did not end: their memory is not freed");
                 std::mem::forget(Arc::clone(&self.memory));
                 return;
             }
-            let mut all = lock(&self.store.places);
-            let places = all.get_mut(self.layer as usize);
-            if let Some(place) = places.and_then(|places| places.get_mut(self.local_idx)) {
-                *place = Place::Free;
-            }
+        }
+        if self.leaks_buffers {
+            return;
         }
         // SAFETY: not used after this.
         let uploader = unsafe { ManuallyDrop::take(&mut self.uploader) };

@@ -213,7 +213,7 @@ fn check_fp8(matrix: &impl Matrix) -> Result<(), WeightError> {
     Ok(())
 }
 
-fn le_bytes(values: &[f32]) -> Vec<u8> {
+pub(super) fn le_bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 

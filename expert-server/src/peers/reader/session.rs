@@ -3,7 +3,7 @@
 mod transfer;
 
 use std::collections::{HashMap, HashSet};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
@@ -29,7 +29,7 @@ pub(super) enum ReadError {
     /// The peer is not asked again.
     #[error("{0}")]
     Failed(String),
-    #[error("there is no memory for the expert: {0}")]
+    #[error("this server cannot take the expert: {0}")]
     Memory(String),
     /// The memory of the peer's device cannot be reached.
     #[error("{0}")]
@@ -85,8 +85,8 @@ struct Grant {
 }
 
 impl Session {
-    /// Connects to peers until each of the experts has two, or none is left. Blocks for at most [`HELLO_TIMEOUT`] for
-    /// every [`CONNECTS_AT_ONCE`] peers.
+    /// Connects to peers, to those of this host first, until each of the experts has two, or none is left. Blocks for
+    /// at most [`HELLO_TIMEOUT`] for every [`CONNECTS_AT_ONCE`] peers.
     ///
     /// # Errors
     /// A text that says why there is no peer.
@@ -112,6 +112,7 @@ impl Session {
         let engine = Arc::new(Engine::start(config).map_err(|error| error.to_string())?);
         let mut sources: Vec<Source> = Vec::new();
         let mut reasons = Vec::new();
+        let peers = nearest_first(peers, fetch.local);
         for group in peers.chunks(CONNECTS_AT_ONCE) {
             let num_holders = |expert| sources.iter().filter(|s| s.holds.contains(expert)).count();
             if wanted.iter().all(|expert| num_holders(expert) >= ENOUGH_HOLDERS) {
@@ -140,9 +141,10 @@ impl Session {
         &self.sources[peer].name
     }
 
-    /// The peer with the fewest reads under way that holds the expert.
+    /// The peer to read an expert of: one whose device this server's device reaches, if there is one, and among equals
+    /// the one with the fewest reads under way.
     pub(super) fn choose(&self, expert: (u32, u32), excluded: &[usize], now: Instant) -> Choice {
-        let mut best: Option<(usize, usize)> = None;
+        let mut best: Option<(usize, (bool, usize))> = None;
         let mut earliest: Option<Instant> = None;
         for (idx, source) in self.sources.iter().enumerate() {
             let state = source.lock();
@@ -153,10 +155,13 @@ impl Session {
                 Some(at) if at > now => {
                     earliest = Some(earliest.map_or(at, |earliest| earliest.min(at)));
                 }
-                _ if best.is_none_or(|(_, least)| state.num_reading < least) => {
-                    best = Some((idx, state.num_reading));
+                _ => {
+                    let is_remote = source.device.is_none() || state.has_lost_device;
+                    let cost = (is_remote, state.num_reading);
+                    if best.is_none_or(|(_, least)| cost < least) {
+                        best = Some((idx, cost));
+                    }
                 }
-                _ => {}
             }
         }
         match (best, earliest) {
@@ -252,11 +257,12 @@ impl Session {
                 }
             }
         }
+        // The lease begins at the source, after this.
+        let begin = Instant::now();
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let grant = match self.ask(connection, &request(id, layer, expert, false), id)? {
             Response::Grant { manifest, digest, parts, lease_ms, .. } => {
-                let deadline = Instant::now() + Duration::from_millis(lease_ms.min(MAX_LEASE_MS));
-                Grant { manifest, digest, parts, deadline }
+                Grant { manifest, digest, parts, deadline: begin + lease(lease_ms) }
             }
             _ => return Err(ReadError::Failed("an unexpected answer".to_owned())),
         };
@@ -272,17 +278,20 @@ impl Session {
         connection: &Connection,
         (layer, expert): (u32, u32),
     ) -> Result<u64, ReadError> {
+        let begin = Instant::now();
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let response = self.ask(connection, &request(id, layer, expert, true), id)?;
-        let Response::DeviceGrant { place, checksum, .. } = response else {
+        let Response::DeviceGrant { place, checksum, lease_ms, .. } = response else {
             return Err(ReadError::Failed("an unexpected answer".to_owned()));
         };
+        let deadline = begin + lease(lease_ms);
+        let failed = |error| match error {
+            CopyError::Damaged { .. } => ReadError::Damaged(error.to_string()),
+            CopyError::Unreachable(reason) => ReadError::Unreachable(reason),
+            CopyError::Load(error) => ReadError::Memory(error.to_string()),
+        };
         let outcome = match wire::parse_sum(&checksum) {
-            Some(sum) => device.take(layer, expert, &place, sum).map_err(|error| match error {
-                CopyError::Damaged { .. } => ReadError::Damaged(error.to_string()),
-                CopyError::Unreachable(reason) => ReadError::Unreachable(reason),
-                CopyError::Load(error) => ReadError::Memory(error.to_string()),
-            }),
+            Some(sum) => device.take(layer, expert, &place, sum, deadline).map_err(failed),
             None => Err(ReadError::Damaged("a malformed checksum".to_owned())),
         };
         give_back(connection, id);
@@ -340,6 +349,11 @@ fn request(id: u64, layer: u32, expert: u32, on_device: bool) -> Request {
     Request::Read { id, layer, expert, on_device }
 }
 
+/// The length of a grant, as its source names it.
+fn lease(lease_ms: u64) -> Duration {
+    Duration::from_millis(lease_ms.min(MAX_LEASE_MS))
+}
+
 /// Tells a source that a grant is not used any more.
 fn give_back(connection: &Connection, id: u64) {
     let deadline = Instant::now() + REPLY_TIMEOUT;
@@ -355,6 +369,13 @@ impl Source {
     fn lock(&self) -> MutexGuard<'_, SourceState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Peers at the address of this host, which may have devices that this one's reaches, before the others.
+fn nearest_first(peers: &[Peer], local: IpAddr) -> Vec<Peer> {
+    let mut sorted = peers.to_vec();
+    sorted.sort_by_key(|peer| peer.addr.ip() != local);
+    sorted
 }
 
 /// Connects to some peers at the same time.

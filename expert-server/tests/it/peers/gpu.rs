@@ -158,6 +158,22 @@ async fn gpus_of_one_host_copy_experts_from_each_other() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_of_the_host_is_preferred_to_servers_on_cpus() {
+    let Some((device, gpu)) = devices() else { return };
+    let fleet = Fleet::of_replicas().await;
+    let folders = trained();
+    let a = fleet.server("a", &folders.full, WeightsFrom::Disk).await;
+    let b = fleet.server("b", &folders.full, WeightsFrom::Disk).await;
+    let g = fleet.gpu_server("g", &folders.full, WeightsFrom::Disk, device).await;
+    let h = fleet.gpu_server("h", &folders.bare, WeightsFrom::Peers, other(device, &gpu)).await;
+    assert_eq!(device_bytes(&h), h.expert_bytes() as f64);
+    assert_eq!((sent_bytes(&a), sent_bytes(&b)), (0.0, 0.0));
+    for server in [a, b, g, h] {
+        server.shutdown().await;
+    }
+}
+
 /// GPUs in software reach those of their group of eight only.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_does_not_reach_the_sources_gpu_reads_through_the_host() {
@@ -195,7 +211,7 @@ async fn damaged_weights_never_reach_the_service_of_a_gpu() {
     }
 }
 
-/// With files a GPU takes experts that peers have damaged from the disk.
+/// With files a GPU takes experts from the disk when no server lets it read.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_falls_back_to_its_files() {
     let Some((device, gpu)) = devices() else { return };
@@ -212,6 +228,56 @@ async fn a_gpu_falls_back_to_its_files() {
     for server in [closed, g] {
         server.shutdown().await;
     }
+}
+
+/// A GPU without files that copied widened weights of a GPU passes them on to GPUs, and to no server on a CPU.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn widened_weights_stay_on_gpus_along_a_chain() {
+    let Some((device, gpu)) = devices() else { return };
+    let mut rng = seeded();
+    let mut num_formats = 0;
+    for full in recorded_folders("reference-formats") {
+        let checkpoint = Checkpoint::open(&full).expect("it opens");
+        let model = checkpoint.config();
+        let layer = model.moe_layers()[0];
+        let stored = checkpoint.expert(layer, 0).expect("an expert").up.format();
+        if !model.hidden.is_multiple_of(128) || stored.code_bits() != 4 {
+            continue;
+        }
+        let root = tempfile::tempdir().expect("a folder");
+        let bare = bare_copy(&full, root.path());
+        let fleet = Fleet::of_replicas().await;
+        let g = fleet.gpu_server("g", &full, WeightsFrom::Disk, device).await;
+        let h = fleet.gpu_server("h", &bare, WeightsFrom::Peers, other(device, &gpu)).await;
+        assert_eq!(device_bytes(&h), h.expert_bytes() as f64, "{full:?}");
+        g.shutdown().await;
+        let mut config = fleet.config("c", &bare, WeightsFrom::Peers);
+        config.weights.peer_timeout = Duration::from_millis(500);
+        let error = ExpertServer::start(config, |_| {}).await.expect_err("no originals");
+        assert!(error.to_string().contains("widened to bf16"), "{full:?}: {error}");
+        let i = fleet.gpu_server("i", &bare, WeightsFrom::Peers, device).await;
+        assert_eq!(device_bytes(&i), h.expert_bytes() as f64, "{full:?}");
+        let shape = crate::common::shape_of(&checkpoint);
+        let mut request = Request::random(&mut rng, &shape, 9);
+        request.layer = layer;
+        let mut answers = Vec::new();
+        for server in [&h, &i] {
+            let mut client = join(&gpu, server, shape, 1, DTYPE).await;
+            let (outcome, rows) = tokio::task::block_in_place(|| client.layer(&request));
+            assert_eq!(outcome, Outcome::Answered, "{full:?}");
+            answers.push(rows.iter().map(|value| value.to_bits()).collect::<Vec<_>>());
+        }
+        assert_eq!(answers[0], answers[1], "{full:?}");
+        for server in [h, i] {
+            server.shutdown().await;
+        }
+        num_formats += 1;
+        // The copies know no formats: a few stand for all.
+        if num_formats == 3 {
+            break;
+        }
+    }
+    assert_eq!(num_formats, 3);
 }
 
 /// Weights of other formats become bf16 on the way to the GPU, as they do from files.

@@ -21,6 +21,8 @@ use crate::common::PATIENCE;
 pub enum Misdeed {
     /// One bit of each expert's memory is wrong.
     FlipBit,
+    /// Its grants arrive when their leases are over.
+    Late,
     /// It kills its own process once it has let a reader read.
     Die,
 }
@@ -193,6 +195,10 @@ impl State {
                     };
                     let parts: Vec<String> = copied.parts.iter().map(describe).collect();
                     grant["parts"] = json!(parts);
+                    if self.misdeed == Misdeed::Late {
+                        grant["lease_ms"] = json!(100);
+                        std::thread::sleep(Duration::from_millis(120));
+                    }
                     self.num_granted.fetch_add(1, Ordering::Relaxed);
                     if let Some(mark) = &self.mark {
                         std::fs::write(mark, b"").expect("marked");

@@ -35,6 +35,29 @@ fn hello_bytes(listener: &TcpListener, secret: &str) -> Vec<u8> {
 }
 
 #[test]
+fn only_bad_weights_count_as_damage_by_the_peer() {
+    use crate::compute::{LoadError, WeightError};
+    let late = LoadError::Device("an expert is loaded, but not yet in service".into());
+    assert!(matches!(transfer::not_loaded(late), ReadError::Memory(_)));
+    let source = WeightError::NotFinite { rows: 8, cols: 8, offset: 3 };
+    let bad = LoadError::Weight { layer: 0, expert: 1, source };
+    assert!(matches!(transfer::not_loaded(bad), ReadError::Damaged(_)));
+}
+
+#[test]
+fn peers_of_this_host_are_connected_first() {
+    let local = Ipv4Addr::new(192, 0, 2, 7);
+    let peer = |last: u8| Peer {
+        name: last.to_string(),
+        addr: (Ipv4Addr::new(192, 0, 2, last), 1).into(),
+        options: ConnectOptions::default(),
+    };
+    let sorted = nearest_first(&[9, 7, 8, 7].map(peer), local.into());
+    let names: Vec<_> = sorted.iter().map(|peer| &*peer.name).collect();
+    assert_eq!(names, ["7", "7", "9", "8"]);
+}
+
+#[test]
 fn a_reader_shows_its_peers_the_derived_secret_and_never_the_token() {
     let token: String =
         std::iter::repeat_with(|| rand::rng().random_range('a'..='z')).take(40).collect();

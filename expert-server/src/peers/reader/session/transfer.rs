@@ -10,7 +10,7 @@ use p2p_core::TransportKind;
 
 use super::{Grant, ReadError, Session};
 use crate::compute::{LoadError, WeightMemory};
-use crate::experts::{Experts, Landing};
+use crate::experts::{Experts, Landing, Room};
 use crate::peers::manifest::Digest;
 use crate::peers::wire;
 
@@ -32,8 +32,12 @@ impl Session {
         }
         let mut digest = Digest::new(layer, expert, &grant.manifest);
         let forms = grant.manifest.forms();
-        if let Some(landing) = forms.and_then(|forms| store.landing(layer, expert, &forms)) {
-            let mut landing = landing.map_err(|error| ReadError::Memory(error.to_string()))?;
+        let room = forms.map_or(Ok(Room::Whole), |forms| store.landing(layer, expert, &forms));
+        let room = room.map_err(not_loaded)?;
+        if matches!(room, Room::Loaded) {
+            return Ok(0);
+        }
+        if let Room::Pieces(mut landing) = room {
             let landed = self.land(
                 connection,
                 &mut *landing,
@@ -45,12 +49,12 @@ impl Session {
             return match landed {
                 Ok(()) => {
                     check_digest(&digest, grant)?;
-                    landing.finish().map_err(|error| ReadError::Damaged(error.to_string()))
+                    landing.finish().map_err(not_loaded)
                 }
                 Err((error, false)) => Err(error),
                 Err((error, true)) => {
                     // An operation may still write its buffers.
-                    std::mem::forget(landing);
+                    landing.abandon();
                     Err(error)
                 }
             };
@@ -69,7 +73,7 @@ impl Session {
         let weights = grant.manifest.assemble(&Arc::new(memory), &ranges);
         let weights = weights.map_err(ReadError::Damaged)?;
         let inserted = store.insert(layer, expert, weights);
-        inserted.map_err(|error| ReadError::Damaged(error.to_string()))
+        inserted.map_err(not_loaded)
     }
 
     /// Reads the parts of a grant into the buffers of `landing`, which passes them on, and adds them to `digest`.
@@ -86,7 +90,7 @@ impl Session {
         stop: &AtomicBool,
     ) -> Result<(), (ReadError, bool)> {
         let buffers = landing.buffers();
-        let buffers = buffers.map_err(|error| (ReadError::Memory(error.to_string()), false))?;
+        let buffers = buffers.map_err(|error| (not_loaded(error), false))?;
         let mut regions = Vec::with_capacity(buffers.len());
         let mut outcome = Ok(());
         for buffer in &buffers {
@@ -97,13 +101,12 @@ impl Session {
                 Err(error) => outcome = Err(ReadError::Memory(error.to_string())),
             }
         }
-        let memory = |error: LoadError| ReadError::Memory(error.to_string());
         let mut read = || {
             for (part_idx, part) in parts.iter().enumerate() {
                 let Some(part) = part else { continue };
                 let mut done = 0;
                 while done < part.bytes {
-                    let idx = landing.free_buffer().map_err(memory)?;
+                    let idx = landing.free_buffer().map_err(not_loaded)?;
                     let len = (part.bytes - done).min(buffers[idx].len() as u64);
                     let piece = part.sub(done, len);
                     let piece = piece.map_err(|error| ReadError::Failed(error.to_string()))?;
@@ -113,8 +116,7 @@ impl Session {
                     let bytes = unsafe {
                         std::slice::from_raw_parts(buffers[idx].cast().as_ptr(), len as usize)
                     };
-                    let taken = landing.take(part_idx, done as usize, bytes);
-                    taken.map_err(|error| ReadError::Damaged(error.to_string()))?;
+                    landing.take(part_idx, done as usize, bytes).map_err(not_loaded)?;
                     done += len;
                 }
             }
@@ -163,6 +165,16 @@ impl Session {
     }
 }
 
+/// Why the store did not take an expert: the peer's weights, or this server.
+pub(super) fn not_loaded(error: LoadError) -> ReadError {
+    match error {
+        LoadError::Weight { .. } | LoadError::Tensor { .. } => {
+            ReadError::Damaged(error.to_string())
+        }
+        _ => ReadError::Memory(error.to_string()),
+    }
+}
+
 fn check_digest(digest: &Digest, grant: &Grant) -> Result<(), ReadError> {
     let (found, expected) = (wire::hex(&digest.finish()), &grant.digest);
     if found == *expected {
@@ -190,6 +202,10 @@ fn read_part(
     while done < part.bytes {
         if stop.load(Ordering::Relaxed) {
             return Err(ReadError::Stopped);
+        }
+        // Copies on this thread do not look at the clock.
+        if Instant::now() >= deadline {
+            return Err(ReadError::Failed("the grant ended before the expert was read".to_owned()));
         }
         let len = (part.bytes - done).min(chunk_bytes);
         let first = range.start as u64 + done;
