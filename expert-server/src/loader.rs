@@ -124,6 +124,14 @@ impl Loader {
         missing
     }
 
+    /// Longest wait for a ticket: short where files are the fallback.
+    fn ticket_patience(&self, fetch: &Fetch) -> Duration {
+        match self.from == WeightsFrom::Auto && self.has_files {
+            true => fetch.patience.min(BEFORE_FILES),
+            false => fetch.patience,
+        }
+    }
+
     async fn fetch(
         &self,
         store: &Arc<dyn Experts>,
@@ -132,8 +140,9 @@ impl Loader {
         stop: &Arc<AtomicBool>,
     ) -> Fetched {
         let Some((fetch, control)) = &self.peers else { return Fetched::default() };
+        let patience = self.ticket_patience(fetch);
         let ticket = match fetch.wants_ticket {
-            true => match ReaderTicket::fetch(control, &self.name).await {
+            true => match ReaderTicket::fetch(control, &self.name, patience, stop).await {
                 Ok(ticket) => Some(ticket),
                 Err(reason) => {
                     tracing::warn!(reason, "no ticket to read weights of other servers");
@@ -345,3 +354,5 @@ impl Drop for StopOnDrop {
 const MAX_READS: usize = 16;
 /// Longest wait for the address of one peer.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest wait for a ticket before a load takes its experts from files.
+const BEFORE_FILES: Duration = Duration::from_secs(5);

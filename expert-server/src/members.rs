@@ -354,10 +354,11 @@ impl Membership {
         }
     }
 
-    /// The loaded experts that plans may count on. Frees those that no client needs any more.
+    /// The loaded experts that plans may count on. Frees experts that no client needs any more.
     fn kept_experts(&self, state: &LeaseState, surplus: &mut Surplus) -> Assignment {
         let mut kept = holds(&*self.store);
         let Some(assignment) = state.assignment.as_deref().filter(|found| !found.is_empty()) else {
+            self.health.metrics.experts_still_asked.set(0);
             return kept;
         };
         surplus.retain(|layer, expert| assignment.contains(layer, expert));
@@ -384,6 +385,7 @@ impl Membership {
                 false
             });
         }
+        self.health.metrics.experts_still_asked.set(surplus.num_still_asked() as i64);
         if num_still_asked > 0 {
             tracing::warn!(
                 num_experts = num_still_asked,

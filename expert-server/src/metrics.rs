@@ -90,6 +90,7 @@ pub struct ServerMetrics {
     pub(crate) sleeps: IntCounter,
     expert_tokens: IntCounterVec,
     pub(crate) experts_loaded: IntGauge,
+    pub(crate) experts_still_asked: IntGauge,
     pub(crate) expert_bytes: IntGauge,
     pub(crate) load_seconds: Gauge,
     weights_read: [(IntCounter, IntCounter); 2],
@@ -251,6 +252,11 @@ impl ServerMetrics {
             experts_loaded: register_int_gauge_with_registry!(
                 names::EXPERTS_LOADED,
                 "(layer, expert) pairs loaded.",
+                r
+            )?,
+            experts_still_asked: register_int_gauge_with_registry!(
+                names::EXPERTS_STILL_ASKED,
+                "(layer, expert) pairs that left this server's assignment 30 s ago or longer, and stay loaded because a client still asks for them.",
                 r
             )?,
             expert_bytes: register_int_gauge_with_registry!(

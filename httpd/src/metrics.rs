@@ -24,7 +24,7 @@ impl Metrics {
         let culled = IntCounterVec::new(
             Opts::new(
                 format!("{prefix}_connections_culled_total"),
-                "HTTP connections closed by the server, by reason: refused (limit reached), silent (no complete request in time), slow (the peer reads too slowly), crowded (gave way to another connection at the limit).",
+                "HTTP connections closed by the server, by reason: refused (limit reached), silent (no complete request in time), slow (the peer reads too slowly), crowded. A crowded one gave way to another connection at the limit.",
             ),
             &["reason"],
         )?;

@@ -7,8 +7,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kernels::abi::{ErrorWord, GATHER_NONE, Gather};
+use kernels::abi::{ErrorWord, GATHER_NONE, Gather, MAX_PEERS};
 use kernels::gpu::{Gpu, GpuError, Graph, Stream};
+use kernels::starts::BUCKETS;
 
 use super::BatchTimeline;
 use super::context::{Context, GraphKey, Scratch, SharedTables};
@@ -39,7 +40,10 @@ impl Chain {
     ) -> Result<Self, GpuError> {
         let batch = |_| Context::new(gpu, plan, scratch);
         Ok(Self {
-            graphs: LruCache::new(MAX_GRAPHS),
+            graphs: LruCache::new(max_graphs(
+                plan.batches_per_graph,
+                plan.options.experts_timed_every,
+            )),
             batches: (0..plan.batches_per_graph).map(batch).collect::<Result<_, _>>()?,
             next: 0,
             launched_at: None,
@@ -51,10 +55,7 @@ impl Chain {
     /// The batches of the next launch that are timed up to the end of their experts, as a mask: one in `every` of all
     /// batches; 0 for none.
     pub(super) fn times_experts(&self, every: u32) -> u32 {
-        let per_graph = self.batches.len() as u32;
-        let first = self.num_launched.wrapping_mul(per_graph);
-        let is_timed = |idx: &u32| every > 0 && first.wrapping_add(*idx).is_multiple_of(every);
-        (0..per_graph).filter(is_timed).fold(0, |mask, idx| mask | 1 << idx)
+        timed_batches(self.num_launched, self.batches.len() as u32, every)
     }
 
     /// Queues the batches. Each takes the frames that are ready when it begins, and those of clients that `gather`
@@ -135,6 +136,47 @@ impl Chain {
     }
 }
 
-/// Graphs per chain: as many as there are numbers of clients and buckets of rows, for one number of local
-/// experts. One more graph evicts the least recently used. In docs/how-to/metrics.md.
-const MAX_GRAPHS: usize = 192;
+/// The batches of launch `num_launched` that are timed, as a mask.
+fn timed_batches(num_launched: u32, per_graph: u32, every: u32) -> u32 {
+    let first = num_launched.wrapping_mul(per_graph);
+    let is_timed = |idx: &u32| every > 0 && first.wrapping_add(*idx).is_multiple_of(every);
+    (0..per_graph).filter(is_timed).fold(0, |mask, idx| mask | 1 << idx)
+}
+
+/// Graphs per chain: one for each number of clients, bucket of rows and mask of timed batches, for one number of local
+/// experts. So a server whose experts stay the same evicts no graph. In docs/how-to/metrics.md.
+fn max_graphs(per_graph: usize, every: u32) -> usize {
+    // With `every` below the length of a launch there is a mask for each remainder. Otherwise a mask has at most one
+    // batch.
+    let num_masks = (every as usize).clamp(1, per_graph + 1);
+    MAX_PEERS * NUM_BUCKETS * num_masks
+}
+
+/// Buckets of rows, with the most rows of a batch.
+const NUM_BUCKETS: usize = BUCKETS.len() + 1;
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn a_chain_keeps_a_graph_for_each_combination() {
+        for per_graph in 1..=8 {
+            for every in 0..40 {
+                let masks: HashSet<u32> =
+                    (0..1000).map(|launch| timed_batches(launch, per_graph, every)).collect();
+                let mut keys = HashSet::new();
+                for num_clients in 1..=MAX_PEERS {
+                    for bucket in BUCKETS.into_iter().chain([u32::MAX]) {
+                        keys.extend(masks.iter().map(|mask| (num_clients, bucket, *mask)));
+                    }
+                }
+                let most = max_graphs(per_graph as usize, every);
+                assert!(keys.len() <= most, "{per_graph} {every}: {} of {most}", keys.len());
+            }
+        }
+        assert_eq!(max_graphs(1, 0), 288, "the number in docs/how-to/metrics.md");
+    }
+}

@@ -46,6 +46,11 @@ impl Surplus {
         self.entries.remove(&(layer, expert));
     }
 
+    /// Number of experts that stay for longer than usual, because a client still asks for them.
+    pub(super) fn num_still_asked(&self) -> usize {
+        self.entries.values().filter(|entry| entry.is_noted).count()
+    }
+
     /// Looks at an expert that is loaded and not assigned. `num_tokens` is the number of tokens computed with it so far.
     pub(super) fn look(&mut self, layer: u32, expert: u32, num_tokens: u64, now: Instant) -> Keep {
         let entry = self.entries.entry((layer, expert)).or_insert(Entry {
@@ -120,6 +125,9 @@ mod tests {
         let noted = found.iter().filter(|keep| **keep == Keep::StillAsked).count();
         assert_eq!(noted, 1, "{found:?}");
         assert!(found[15..175].iter().all(|keep| *keep != Keep::Reported));
+        assert_eq!(surplus.num_still_asked(), 1);
+        surplus.remove(3, 7);
+        assert_eq!(surplus.num_still_asked(), 0);
     }
 
     #[test]

@@ -13,6 +13,7 @@ pub const CONNECTIONS: &str = "switchyard_server_connections";
 pub const CONNECTIONS_CULLED_TOTAL: &str = "switchyard_server_connections_culled_total";
 pub const ENTRIES_TOTAL: &str = "switchyard_server_entries_total";
 pub const EXPERTS_LOADED: &str = "switchyard_server_experts_loaded";
+pub const EXPERTS_STILL_ASKED: &str = "switchyard_server_experts_still_asked";
 pub const EXPERT_BYTES: &str = "switchyard_server_expert_bytes";
 pub const EXPERT_TOKENS_TOTAL: &str = "switchyard_server_expert_tokens_total";
 pub const FRAMES_TOTAL: &str = "switchyard_server_frames_total";

@@ -157,6 +157,7 @@ fn secret_of(config: &ServerConfig) -> Option<WeightsSecret> {
 }
 
 /// Returns true if a listener on `addr` would admit every process of other hosts, and plain text is not allowed.
+/// A required certificate counts whatever its role is: only tickets tell servers from clients.
 pub(super) fn admits_all(config: &ServerConfig, addr: SocketAddr) -> bool {
     let security = &config.security;
     let is_required = |tls: &Tls| tls.clients() == ClientCertificates::Required;

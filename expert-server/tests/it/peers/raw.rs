@@ -1,6 +1,7 @@
 //! A peer that offers weights and misbehaves. It speaks the protocol by itself, so it shares no code with the server.
 
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -51,6 +52,30 @@ struct State {
     is_over: AtomicBool,
 }
 
+/// Registers a member of the fleet that offers weights at `addr`.
+pub async fn register(
+    control: &ControlClient,
+    checkpoint: &Checkpoint,
+    name: &str,
+    addr: SocketAddr,
+) -> LeaseKeeper {
+    let model = checkpoint.config();
+    let model = ModelDescriptor {
+        fingerprint: checkpoint.fingerprint().expect("it has experts").to_string(),
+        architecture: model.family.model_type.to_owned(),
+        hidden: model.hidden as u32,
+        moe_layers: model.moe_layers(),
+        num_experts: model.num_experts,
+        top_k: model.top_k as u32,
+    };
+    let mut request = RegisterRequest::new(name, addr.to_string(), model);
+    request.weights_addr = Some(addr.to_string());
+    let keeper = LeaseKeeper::spawn(control, request, LeaseOptions::default());
+    let keeper = keeper.expect("a keeper");
+    keeper.registered(PATIENCE).await.expect("registered");
+    keeper
+}
+
 /// A connection to an honest server.
 struct Upstream {
     engine: Engine,
@@ -82,20 +107,7 @@ impl RawPeer {
         });
         let engine = Engine::start(EngineConfig::local()).expect("an engine");
         let addr = engine.endpoint().addr;
-        let model = checkpoint.config();
-        let model = ModelDescriptor {
-            fingerprint,
-            architecture: model.family.model_type.to_owned(),
-            hidden: model.hidden as u32,
-            moe_layers: model.moe_layers(),
-            num_experts: model.num_experts,
-            top_k: model.top_k as u32,
-        };
-        let mut request = RegisterRequest::new(name, addr.to_string(), model);
-        request.weights_addr = Some(addr.to_string());
-        let keeper = LeaseKeeper::spawn(&control, request, LeaseOptions::default());
-        let keeper = keeper.expect("a keeper");
-        keeper.registered(PATIENCE).await.expect("registered");
+        let keeper = register(&control, &checkpoint, name, addr).await;
         let state = Arc::new(State {
             engine,
             upstream,

@@ -8,6 +8,7 @@ use std::time::SystemTime;
 use control_api::{TicketRequest, TicketRole};
 use message_engine::{ConnectError, ConnectOptions};
 use p2p_core::bootstrap::{HandshakeBinding, ShownTicket, TicketSource};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use trust::Role;
 use trust::certs::{Authority, Request as CertificateRequest, validity_from_now};
 use trust::ticket::{Claims, Handshake, SecretKey, UnixTime, prove};
@@ -215,7 +216,13 @@ async fn servers_with_tokens_of_their_own_read_weights_and_attackers_do_not() {
     }
     until("all refusals are counted", async || refused() == before + num_attacks).await;
 
-    // The good ticket opens the port once for each proof. A recorded proof opens nothing.
+    // Only a server gets a ticket that opens the port.
+    let request = TicketRequest::new("engine".to_owned(), reader.public().to_string());
+    let request = TicketRequest { role: TicketRole::Server, ..request };
+    let error = engine_client.ticket(&request).await.expect_err("a client's token");
+    assert_eq!(error.code(), Some(control_api::code::FORBIDDEN), "{error}");
+
+    // The good ticket opens the port once for each proof. A recorded proof fits no other handshake.
     let recorded = Arc::new(Mutex::new(None));
     let (inner, sink) = (proves(&good, &reader, name, incarnation), Arc::clone(&recorded));
     let source = Shows(Box::new(move |binding| {
@@ -254,26 +261,93 @@ async fn servers_with_tokens_of_their_own_read_weights_and_attackers_do_not() {
     }
 }
 
-/// The control plane gives tickets to read weights to servers alone, and a fleet without TLS reads with tickets, too.
+/// Passes bytes on between peers and `target`, and records the bytes of the peers.
+async fn recording_relay(target: SocketAddr) -> (SocketAddr, Arc<Mutex<Vec<u8>>>) {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let addr = listener.local_addr().expect("an address");
+    let record = Arc::new(Mutex::new(Vec::new()));
+    let sink = Arc::clone(&record);
+    tokio::spawn(async move {
+        while let Ok((near, _)) = listener.accept().await {
+            let far = tokio::net::TcpStream::connect(target).await.expect("the target");
+            let ((mut near_in, mut near_out), (mut far_in, mut far_out)) =
+                (near.into_split(), far.into_split());
+            tokio::spawn(async move { tokio::io::copy(&mut far_in, &mut near_out).await });
+            let sink = Arc::clone(&sink);
+            tokio::spawn(async move {
+                let mut bytes = vec![0; 4096];
+                while let Ok(got @ 1..) = near_in.read(&mut bytes).await {
+                    sink.lock().expect("the lock").extend_from_slice(&bytes[..got]);
+                    far_out.write_all(&bytes[..got]).await.ok();
+                }
+            });
+        }
+    });
+    (addr, record)
+}
+
+/// Whether `bytes` contain `text`.
+fn has(bytes: &[u8], text: &str) -> bool {
+    bytes.windows(text.len()).any(|window| window == text.as_bytes())
+}
+
+/// A fleet without TLS reads with tickets, too. A member that records the bytes of readers learns no secret. Recorded
+/// bytes open nothing when they are sent again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_plain_fleet_on_loopback_reads_with_tickets_and_shows_no_secret() {
+    // Derived from the token below.
+    const SECRET: &str = "2e52a438bf02c78a2f6e4427b23d570ca266846af6a9b2cc87641ad15b8a84ba";
+    const TOKEN: &str = "sesame";
     let mut rng = seeded();
     let folders = Folders::random(&mut rng, Preset::TinyQwen3Moe);
-    let mut control = ControlConfig::new("127.0.0.1:0", 2, 2);
-    control.token = Some("sesame".to_owned());
+    let mut control = ControlConfig::new("127.0.0.1:0", 4, 4);
+    control.token = Some(TOKEN.to_owned());
     let fleet = Fleet::start(control).await;
     let with_tickets = |name, dir: &Path, from| {
         let config = fleet.config(name, dir, from);
         start(ServerConfig { tickets: TicketMode::Required, ..config })
     };
     let a = with_tickets("a", &folders.full, WeightsFrom::Disk).await;
+    let source = fleet.members().await.remove(0);
+    let addr: SocketAddr = source.weights_addr.expect("a source").parse().expect("an address");
+    let (spy_addr, record) = recording_relay(addr).await;
+    let checkpoint = checkpoint::Checkpoint::open(&folders.full).expect("it opens");
+    let _spy = raw::register(&fleet.client(), &checkpoint, "spy", spy_addr).await;
+
     let b = with_tickets("b", &folders.bare, WeightsFrom::Peers).await;
     assert_eq!(b.holds(), a.holds());
+    let bytes = std::mem::take(&mut *record.lock().expect("the lock"));
+    assert!(has(&bytes, "v4.public."), "the spy has seen no ticket");
+    assert!(!has(&bytes, SECRET) && !has(&bytes, TOKEN), "a server has shown a secret");
     // A server that shows the secret of the shared token is refused.
     let mut config = fleet.config("c", &folders.bare, WeightsFrom::Peers);
     config.weights.peer_timeout = Duration::from_millis(500);
     let error = ExpertServer::start(config, |_| {}).await.expect_err("refused").to_string();
     assert!(error.contains("no ticket was shown"), "{error}");
+    let bytes = std::mem::take(&mut *record.lock().expect("the lock"));
+    assert!(has(&bytes, SECRET) && !has(&bytes, TOKEN), "the spy has not seen the secret");
+
+    // Through the relay, with a proof for the source itself.
+    let key = Arc::new(SecretKey::generate().expect("a key"));
+    let request = TicketRequest::new("reader".to_owned(), key.public().to_string());
+    let request = TicketRequest { role: TicketRole::Server, ..request };
+    let ticket = fleet.client().ticket(&request).await.expect("a ticket").ticket;
+    let engine = Engine::start(EngineConfig::local()).expect("an engine");
+    let shows = proves(&ticket, &key, &source.name, source.incarnation);
+    let tickets = Some(Arc::new(shows) as Arc<dyn TicketSource>);
+    let options = ConnectOptions { tickets, ..ConnectOptions::default() };
+    let connection = engine.connect_with(spy_addr, options, deadline()).expect("admitted");
+    let bytes = record.lock().expect("the lock").clone();
+    let mut again = tokio::net::TcpStream::connect(addr).await.expect("the source");
+    again.write_all(&bytes).await.expect("sent");
+    let mut answer = Vec::new();
+    let reading = async {
+        // A reset may follow the refusal.
+        while let Ok(1..) = again.read_buf(&mut answer).await {}
+    };
+    tokio::time::timeout(PATIENCE, reading).await.expect("the source ends the connection");
+    assert!(has(&answer, "used before"), "{}", String::from_utf8_lossy(&answer));
+    assert!(connection.closed().is_none(), "the recorded connection goes on");
     for server in [a, b] {
         server.shutdown().await;
     }
