@@ -8,7 +8,14 @@ use std::time::{Duration, Instant};
 #[derive(Debug)]
 pub(super) struct Budgets {
     origin: Instant,
-    callers: Mutex<HashMap<(String, Kind), Budget>>,
+    callers: Mutex<Callers>,
+}
+
+#[derive(Debug, Default)]
+struct Callers {
+    budgets: HashMap<(String, Kind), Budget>,
+    /// Time of the next look for budgets to drop.
+    drop_at: Duration,
 }
 
 /// What an entry is about.
@@ -53,22 +60,15 @@ impl Budgets {
         // No code that holds the lock can leave a budget half changed.
         let mut callers = self.callers.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (caller.to_owned(), kind);
-        if callers.len() >= MAX_BUDGETS && !callers.contains_key(&key) {
-            callers.retain(|_, budget| budget.whole_at > now || budget.num_skipped > 0);
-            // Counts of entries that were left out last as long as there is room for them.
-            if callers.len() >= MAX_BUDGETS {
-                callers.retain(|_, budget| budget.whole_at > now);
-            }
+        if callers.budgets.len() >= MAX_BUDGETS && !callers.budgets.contains_key(&key) {
+            callers.make_room(now);
             // The rest share a budget.
-            if callers.len() >= MAX_BUDGETS {
-                return Self::take_from(
-                    callers.entry((String::new(), kind)).or_default(),
-                    kind,
-                    now,
-                );
+            if callers.budgets.len() >= MAX_BUDGETS {
+                let shared = callers.budgets.entry((String::new(), kind)).or_default();
+                return Self::take_from(shared, kind, now);
             }
         }
-        Self::take_from(callers.entry(key).or_default(), kind, now)
+        Self::take_from(callers.budgets.entry(key).or_default(), kind, now)
     }
 
     fn take_from(budget: &mut Budget, kind: Kind, now: Duration) -> Option<u64> {
@@ -83,7 +83,23 @@ impl Budgets {
     }
 }
 
+impl Callers {
+    /// Drops budgets that are whole, at most once per [`DROP_PERIOD`], because it looks at all of them. Counts of entries
+    /// that were left out last as long as there is room for them.
+    fn make_room(&mut self, now: Duration) {
+        if now < self.drop_at {
+            return;
+        }
+        self.drop_at = now + DROP_PERIOD;
+        self.budgets.retain(|_, budget| budget.whole_at > now || budget.num_skipped > 0);
+        if self.budgets.len() >= MAX_BUDGETS {
+            self.budgets.retain(|_, budget| budget.whole_at > now);
+        }
+    }
+}
+
 const MAX_BUDGETS: usize = 8192;
+const DROP_PERIOD: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
 mod tests {
@@ -111,7 +127,7 @@ mod tests {
             let outcome = budgets.take_at(&caller.to_string(), Kind::Failure, Duration::ZERO);
             taken += usize::from(outcome.is_some());
         }
-        assert!(budgets.callers.lock().unwrap().len() <= MAX_BUDGETS + 1);
+        assert!(budgets.callers.lock().unwrap().budgets.len() <= MAX_BUDGETS + 1);
         assert_eq!(taken, MAX_BUDGETS + 10);
     }
 

@@ -9,7 +9,7 @@ use super::{Coordinator, OperationError};
 #[derive(Debug)]
 pub(crate) struct GoalsChange {
     goals: FleetGoals,
-    /// The goals before: those in force, and those that were set while the control plane ran.
+    /// The goals in force before, and the goals that were set while the control plane ran.
     old: (FleetGoals, Option<FleetGoals>),
     revision: u64,
 }

@@ -134,22 +134,26 @@ async fn send(app: &App, following: Following, request: Request) -> Result<Respo
     if parts.method != Method::GET {
         forwarded = forwarded.body(reqwest::Body::wrap_stream(body.into_data_stream()));
     }
-    let failed =
-        |reason: String| no_leader(&format!("the last one, {url}, does not answer ({reason})"));
+    let failed = |reason: String| no_answer(&url, &reason);
     let sent = tokio::time::timeout(FORWARD_TIMEOUT, forwarded.send()).await;
     let response = sent
         .map_err(|_| failed(format!("{FORWARD_TIMEOUT:?} have passed")))?
         .map_err(|err| failed(cause(&err)))?;
-    if response.status() == StatusCode::MISDIRECTED_REQUEST {
-        // This is about the connection from here to the leader. The caller's own certificate is accepted.
-        return Err(failed(CERTIFICATE_REFUSED.to_owned()));
-    }
     app.metrics.forwarded.inc();
-    answer(response)
+    answer(&url, response)
 }
 
-/// The leader's answer as that of this process. With its length, so that the end of a certificate cuts no answer short.
-fn answer(response: reqwest::Response) -> Result<Response, HttpError> {
+fn no_answer(url: &str, reason: &str) -> HttpError {
+    no_leader(&format!("the last one, {url}, does not answer ({reason})"))
+}
+
+/// The answer of the leader at `url` as that of this process. With its length, so that the end of a certificate cuts no
+/// answer short.
+fn answer(url: &str, response: reqwest::Response) -> Result<Response, HttpError> {
+    if response.status() == StatusCode::MISDIRECTED_REQUEST {
+        // This is about the connection from here to the leader. The caller's own certificate is accepted.
+        return Err(no_answer(url, CERTIFICATE_REFUSED));
+    }
     let mut answer = Response::builder().extension(Forwarded).status(response.status());
     for name in [CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER] {
         if let Some(value) = response.headers().get(&name) {
@@ -224,10 +228,18 @@ mod tests {
             .header(RETRY_AFTER, "3")
             .body(text.clone())
             .unwrap();
-        let answer = answer(response.into()).unwrap();
+        let answer = answer("http://leader:1", response.into()).unwrap();
         let header = |name| answer.headers().get(name).unwrap().to_str().unwrap().to_owned();
         assert_eq!(header(CONTENT_LENGTH), text.len().to_string());
         assert_eq!(header(RETRY_AFTER), "3");
+    }
+
+    /// The caller cannot renew the certificate of a follower, and needs no other connection.
+    #[test]
+    fn a_leaders_refusal_of_the_followers_certificate_is_not_the_callers() {
+        let response = axum::http::Response::builder().status(421).body("ended").unwrap();
+        let refusal = answer("http://leader:1", response.into()).unwrap_err().into_response();
+        assert_eq!(refusal.status(), StatusCode::SERVICE_UNAVAILABLE);
     }
 
     #[test]

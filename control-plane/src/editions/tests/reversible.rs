@@ -9,7 +9,7 @@ fn goals(replicas: u32) -> FleetGoals {
 }
 
 impl World {
-    /// The goals of each edition, and those that were set while the control plane ran.
+    /// The goals in force in each edition, and the goals that were set while the control plane ran.
     fn all_goals(&self) -> Vec<(FleetGoals, Option<FleetGoals>)> {
         let editions = self.editions.all().into_iter();
         let of = |edition: Edition| {
