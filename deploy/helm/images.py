@@ -129,6 +129,29 @@ def check_compose(commands: Commands) -> None:
             commands.check(label, service["command"])
 
 
+def check_volumes() -> None:
+    """The key of the authority is in the service that issues certificates only, and each holder has its own key."""
+    document = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    services = document["services"]
+    text = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
+    [owned] = re.findall(r"install -d -o 10001 -g 10001 (.*)", text)
+    holders: dict[str, list[str]] = {}
+    for name, service in services.items():
+        for entry in service.get("volumes", []):
+            # The source may have a colon in its default.
+            volume, folder = re.fullmatch(r"(.*?):(/[^:]*)(?::ro)?", entry).groups()
+            if volume not in document["volumes"]:
+                continue
+            holders.setdefault(volume, []).append(name)
+            if service.get("image") == "switchyard" and folder not in owned.split():
+                fail(f"compose.yaml: {name}: the image has no folder {folder} of the user {USER}")
+    expected = {"authority": ["certs"], "public": ["certs", "prometheus"]}
+    expected |= {f"{name}-certs": ["certs", name] for name in services if f"{name}-certs" in document["volumes"]}
+    found = {volume: names for volume, names in holders.items() if volume != "state"}
+    if found != expected or len(expected) != 5:
+        fail(f"compose.yaml: the volumes are mounted by {found}, expected {expected}")
+
+
 def check_units(commands: Commands) -> None:
     units = sorted((DEPLOY / "systemd").glob("*.service"))
     for path in units:
@@ -148,4 +171,5 @@ def check(reference: str) -> None:
     for path in [DEPLOY / "Containerfile", DEPLOY / "Containerfile.cuda"]:
         check_containerfile(path, commands)
     check_compose(commands)
+    check_volumes()
     check_units(commands)
