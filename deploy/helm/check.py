@@ -20,6 +20,7 @@ FOLDER = pathlib.Path(__file__).parent
 CHART = FOLDER / "switchyard"
 RULES = FOLDER.parent / "prometheus" / "rules.yml"
 RUNBOOKS = "https://runbooks.example/switchyard"
+GUIDE = FOLDER.parent.parent / "docs" / "how-to" / "kubernetes.md"
 REFERENCE = FOLDER.parent.parent / "docs" / "reference" / "cli.md"
 LINT_WARNING = 2
 KUBERNETES_VERSIONS = ["1.29", "1.32", "1.35"]
@@ -29,6 +30,15 @@ BASE = {"token": {"existingSecret": "cluster"}, "tls": {"existingSecret": "fleet
 GOOD = {
     "defaults": BASE,
     "own token": {**BASE, "token": {"value": "0123456789abcdef"}},
+    "a certificate for each role, and a file of the audit log": {
+        **BASE,
+        "tls": {"controlPlaneSecret": "control-tls", "expertServersSecret": "server-tls"},
+        "controlPlane": {"auditLog": "audit.jsonl"},
+    },
+    "a certificate of the control plane alone": {
+        **BASE,
+        "tls": {"existingSecret": "fleet-tls", "controlPlaneSecret": "control-tls"},
+    },
     "plain text": {**BASE, "tls": {"insecure": True}},
     "fixed parts": {**BASE, "controlPlane": {"placement": "fixed", "servers": 4}},
     "names by DNS": {**BASE, "discovery": "dns"},
@@ -76,6 +86,8 @@ GOOD = {
 BAD = {
     "no token": ({**BASE, "token": {}}, "token.existingSecret"),
     "no certificate": ({**BASE, "tls": {}}, "tls.existingSecret"),
+    "a certificate of servers only": ({**BASE, "tls": {"expertServersSecret": "server-tls"}}, "tls.controlPlaneSecret"),
+    "an audit log outside of the state": ({**BASE, "controlPlane": {"auditLog": "../audit"}}, "auditLog"),
     "no model": ({**BASE, "model": {}}, "model.volume"),
     "an unknown value": ({**BASE, "expertServer": {}}, "expertServer"),
     "an unknown kind": ({**BASE, "expertServers": {"kind": "Deployment"}}, "kind"),
@@ -178,6 +190,15 @@ def check_security(name: str, values: dict, objects: list[dict]) -> None:
         wanted = {env["SWITCHYARD_TOKENS_FILE" if roles else "SWITCHYARD_TOKEN_FILE"]["value"]}
         if wanted != files:
             fail(f"{label}: expects the secrets {sorted(wanted)}, and {sorted(files)} are mounted")
+        role = {"control-plane": "controlPlane", "expert-server": "expertServers"}[container["name"]]
+        tls = values["tls"].get(f"{role}Secret") or values["tls"].get("existingSecret")
+        mounted = volumes["tls"]["secret"]["secretName"] if "tls" in volumes else None
+        if mounted != tls or (mounted is not None) != ("tls" in mounts) or (mounted is None) == ("SWITCHYARD_TLS" in env):
+            fail(f"{label}: has the certificate {mounted}, expected {tls}")
+        audit = values.get("controlPlane", {}).get("auditLog") if role == "controlPlane" else None
+        path = f"{mounts['state']['mountPath']}/{audit}" if audit else None
+        if env.get("SWITCHYARD_AUDIT_LOG", {}).get("value") != path:
+            fail(f"{label}: the audit log is {env.get('SWITCHYARD_AUDIT_LOG')}, expected {path}")
         for volume in volumes.values():
             if volume.get("secret", {"defaultMode": 0o440})["defaultMode"] != 0o440:
                 fail(f"{label}: other users can read {volume['name']}")
@@ -281,6 +302,25 @@ def check_discovery(name: str, values: dict, objects: list[dict]) -> None:
             fail(f"{name}: the role is bound to {subject}")
 
 
+def check_names(chart: helm_python.Chart) -> None:
+    """The URLs of the notes, of the docs and of servers have names that the documented certificates have."""
+    docs = GUIDE.read_text()
+    notes = chart.render(BASE, name="experts", namespace="default")["switchyard/templates/NOTES.txt"]
+    texts = {"NOTES.txt": notes, GUIDE.name: docs.replace("NAMESPACE", "default")}
+    commands = re.findall(r"^switchyard certs issue .* --address ((?:.*\\\n)*.*)$", docs, re.MULTILINE)
+    names = [set(command.replace("\\\n", " ").split()) for command in commands]
+    if len(names) != 3:
+        fail(f"{GUIDE.name}: found {len(names)} certificates, expected 3")
+    for label, text in texts.items():
+        hosts = set(re.findall(r"dns://([^:/`]+):", text))
+        if not hosts:
+            fail(f"{label}: no URL of the control plane")
+        for host in {*hosts, "experts-switchyard-control"}:
+            # The certificate of the fleet, and that of the control plane.
+            if any(host not in names[nth] for nth in (0, 1)):
+                fail(f"{label}: no documented certificate has the name {host}: {names}")
+
+
 def main() -> None:
     report = helm_python.lint(CHART, values=BASE)
     problems = [message for message in report["messages"] if message["severity"] >= LINT_WARNING]
@@ -297,6 +337,7 @@ def main() -> None:
             check_discovery(name, values, objects)
             check_security(name, values, objects)
             num_objects += len(objects)
+        check_names(chart)
         for name, (values, expected) in BAD.items():
             try:
                 render(chart, values)

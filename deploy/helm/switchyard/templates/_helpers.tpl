@@ -40,8 +40,21 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
 {{- end -}}
 
+{{/* Secrets with the certificates: both are empty, or none is. */}}
+{{- define "switchyard.controlPlaneTls" -}}
+{{- default .Values.tls.existingSecret .Values.tls.controlPlaneSecret -}}
+{{- end -}}
+
+{{- define "switchyard.expertServersTls" -}}
+{{- default .Values.tls.existingSecret .Values.tls.expertServersSecret -}}
+{{- end -}}
+
 {{- define "switchyard.commonEnv" -}}
-{{- if .Values.tls.existingSecret }}
+{{- $control := include "switchyard.controlPlaneTls" . -}}
+{{- if ne (empty $control) (empty (include "switchyard.expertServersTls" .)) }}
+{{- fail "set both tls.controlPlaneSecret and tls.expertServersSecret, or tls.existingSecret" }}
+{{- end }}
+{{- if $control }}
 - name: SWITCHYARD_TLS
   value: /tls
 {{- else if .Values.tls.insecure }}
@@ -57,7 +70,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
 {{- define "switchyard.scheme" -}}
-{{- ternary "https" "http" (ne .Values.tls.existingSecret "") -}}
+{{- ternary "https" "http" (ne (include "switchyard.controlPlaneTls" .) "") -}}
 {{- end -}}
 
 {{/* Of a pod. The argument is the number of its user. */}}
