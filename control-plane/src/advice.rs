@@ -111,7 +111,7 @@ pub fn advise(fleet: &FleetWork, target_share: f64) -> ScalingAdvice {
     }
     let is_known = confidence >= MIN_CONFIDENCE;
     if !is_known {
-        // Memory and replicas are a matter of the present members and needs no history.
+        // The wishes for memory and replicas follow from the present members and need no history.
         wishes[2..].iter_mut().for_each(|wish| wish.0 = 0);
     }
     let (mut wanted, mut why) = wishes[0];

@@ -107,8 +107,8 @@ impl Limits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerAddr(pub SocketAddr);
 
-/// Serves connections until `shutdown` turns true, over HTTPS if `tls` has a certificate. Then waits up to [`Limits::shutdown_timeout`] for open
-/// requests.
+/// Serves connections until `shutdown` turns true, over HTTPS if `tls` has a certificate. Then waits up to
+/// [`Limits::shutdown_timeout`] for open requests.
 pub async fn serve(
     listener: TcpListener,
     router: Router,

@@ -406,8 +406,8 @@ impl ControlClient {
         if status.is_success() { Ok(body) } else { Err(refusal(base, path, status, &body)) }
     }
 
-    /// Sends a request with the token. If the token is refused and its file has another one by now, sends it again. So
-    /// it does on a new connection if the certificate of the open one has ended.
+    /// Sends a request with the token. Sends it again with the token file's newer token if the first one is refused, and
+    /// on a new connection if the certificate of the open one has ended.
     async fn send_request(
         &self,
         base: &Url,
