@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar
@@ -137,7 +138,7 @@ class Client(_native.Client):
         settings.setdefault("insecure", _is_set("SWITCHYARD_INSECURE"))
         endpoint = settings.get("otlp_endpoint")
         if endpoint is None:
-            endpoint = os.environ.get("SWITCHYARD_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+            endpoint = os.environ.get("SWITCHYARD_OTLP_ENDPOINT") or _standard_endpoint()
         settings["otlp_endpoint"] = endpoint or None
         settings.setdefault("trace_sample_ratio", _ratio("SWITCHYARD_TRACE_SAMPLE_RATIO", 0.001))
         return super().__new__(cls, control_plane, token=token, token_file=token_file, tls=tls, model=model, **settings)
@@ -210,6 +211,17 @@ async def _in_thread(call: Callable[[], ResultT]) -> ResultT:
     """Run ``call`` on a thread of the event loop's executor, with the context variables of the task."""
     context = contextvars.copy_context()
     return await asyncio.get_running_loop().run_in_executor(None, context.run, call)
+
+
+def _standard_endpoint() -> str | None:
+    """The standard variable's collector. The variable may be meant for other programs: a wrong value is a warning."""
+    variable = "OTEL_EXPORTER_OTLP_ENDPOINT"
+    endpoint = os.environ.get(variable)
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        text = f"{variable} is {endpoint!r} and not used: expected a URL such as http://127.0.0.1:4318"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return None
+    return endpoint
 
 
 def _ratio(variable: str, default: float) -> float:

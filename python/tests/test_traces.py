@@ -161,6 +161,16 @@ def test_settings_come_from_the_environment_and_arguments_replace_them(
     assert num_layers() == 3
 
 
+def test_a_collector_of_other_programs_that_cannot_be_used_is_a_warning(
+    cluster: switchyard_moe.LocalCluster, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4317")
+    with pytest.warns(RuntimeWarning, match="'collector:4317' and not used"):
+        client = switchyard_moe.Client(cluster.url, token=cluster.token)
+    with client:
+        client.forward(*arguments(inputs))
+
+
 @pytest.mark.parametrize(
     ("settings", "env", "expected"),
     [
