@@ -6,6 +6,7 @@ mod follow;
 mod observability;
 mod plan;
 mod reference;
+mod scale;
 mod secrets;
 mod secure;
 mod service;
