@@ -12,4 +12,5 @@ mod secure;
 mod service;
 mod shared;
 mod terminal;
+mod trace;
 mod update;
