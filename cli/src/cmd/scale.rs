@@ -33,14 +33,19 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             spare: args.spare.unwrap_or(old.spare),
         };
         let goals = if new == old { old } else { client.set_goals(&new).await? };
-        Ok::<_, ControlError>((goals, client.advice().await?))
+        Ok::<_, ControlError>((goals, client.advice().await))
     })?;
-    if advice.min_servers > advice.current_servers {
-        ui::write_err(format_args!(
+    // The goals are in force, whatever the advice says.
+    match advice {
+        Ok(advice) if advice.min_servers > advice.current_servers => ui::write_err(format_args!(
             "warning: {} replicas of each expert need {} servers of the present kind, and the fleet has {}; until then \
              experts have as many replicas as fit\n",
             goals.replicas, advice.min_servers, advice.current_servers
-        ));
+        )),
+        Ok(_) => {}
+        Err(error) => ui::write_err(format_args!(
+            "warning: the goals are in force; whether the fleet has enough servers for them is unknown: {error}\n"
+        )),
     }
     if global.json {
         ui::print_json(&goals)?;

@@ -1,7 +1,7 @@
 //! Options of traces.
 
 use anyhow::{Context, Result};
-use telemetry::{Recorder, TraceConfig};
+use telemetry::{Recorder, TraceConfig, TraceError};
 
 /// Receiver of traces, and the share of calls that are traced.
 #[derive(Debug, Clone, clap::Args)]
@@ -16,9 +16,10 @@ pub struct TraceArgs {
 }
 
 impl TraceArgs {
-    /// Starts to export traces of the process `instance`, if there is a collector to send them to.
+    /// Starts to export traces of the process `instance`, if there is a collector to send them to. The standard
+    /// variable may be meant for other programs, so a wrong value there is a warning and no error.
     pub fn start(&self, service: &str, instance: &str) -> Result<Option<Recorder>> {
-        let standard = || std::env::var("OTEL_EXPORTER_OTLP_ENDPOINT").ok();
+        let standard = || std::env::var(STANDARD_VARIABLE).ok();
         let endpoint = self.otlp_endpoint.clone().or_else(standard);
         let Some(endpoint) = endpoint.filter(|endpoint| !endpoint.is_empty()) else {
             return Ok(None);
@@ -29,7 +30,14 @@ impl TraceArgs {
             service: service.to_owned(),
             instance: instance.to_owned(),
         };
-        Ok(Some(telemetry::start_export(&config).context("--otlp-endpoint")?))
+        match telemetry::start_export(&config) {
+            Ok(recorder) => Ok(Some(recorder)),
+            Err(error @ TraceError::Endpoint { .. }) if self.otlp_endpoint.is_none() => {
+                tracing::warn!(%error, "{STANDARD_VARIABLE} is not used: there are no traces");
+                Ok(None)
+            }
+            Err(error) => Err(error).context("--otlp-endpoint"),
+        }
     }
 
     /// The same as arguments of a child process.
@@ -40,6 +48,8 @@ impl TraceArgs {
         ratio.into_iter().chain(endpoint).collect()
     }
 }
+
+const STANDARD_VARIABLE: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
 
 fn parse_ratio(text: &str) -> Result<f64, String> {
     let ratio = text.parse::<f64>().map_err(|error| error.to_string())?;

@@ -232,25 +232,119 @@ fn secrets_show_up_nowhere() {
     assert!(answers.contains("token file") && answers.contains("wrong_file"), "{answers}");
     std::fs::write(&tokens, &good).expect("tokens");
 
-    // The logs hold all that was written so far. Everything but the files with the tokens is searched.
-    let mut searched =
-        vec![("arguments".to_owned(), fleet.arguments.clone()), ("answers".to_owned(), answers)];
-    for entry in std::fs::read_dir(fleet.dir.path()).expect("folder") {
-        let path = entry.expect("entry").path();
-        if path.is_file() {
-            let bytes = std::fs::read(&path).expect("file");
-            searched.push((text(&path).to_owned(), String::from_utf8_lossy(&bytes).into_owned()));
-        }
-    }
-    let log = searched.iter().find(|(name, _)| name.ends_with("control.err")).expect("log");
-    assert!(log.1.contains("TRACE"), "no log at the level trace");
+    // The logs hold all that was written so far.
+    let mut searched = fleet.written();
+    searched.push(("answers".to_owned(), answers));
     assert!(searched.iter().any(|(name, text)| name.ends_with("audit") && text.contains("drain")));
-    for (name, text) in &searched {
-        for secret in secrets {
-            // A part of it is as bad.
-            let tail = &secret[secret.len() - 16..];
-            let found = text.lines().find(|line| line.contains(tail));
-            assert!(found.is_none(), "{name} has a secret: {found:?}");
+    // A part of a secret is as bad.
+    expect_absent(&searched, secrets.map(|secret| &secret[secret.len() - 16..]));
+}
+
+/// With TLS, one fleet with tickets, and one whose servers show each other a secret derived from the token.
+#[test]
+fn keys_tickets_and_proofs_show_up_nowhere() {
+    for tickets in ["required", "off"] {
+        let dir = tempfile::tempdir().expect("folder");
+        let mut fleet = Fleet { dir, processes: Vec::new(), arguments: String::new() };
+        let token = format!("cluster{:032x}", rand::random::<u128>());
+        std::fs::create_dir_all(fleet.path("given")).expect("folder");
+        let ca = fleet.path("given").join("ca");
+        let (ca, token_file) = (text(&ca).to_owned(), fleet.path("given").join("token"));
+        std::fs::write(&token_file, format!("{token}\n")).expect("token");
+        let token_file = text(&token_file);
+        for (name, args) in [
+            ("init", &["init", &ca][..]),
+            (
+                "issue-fleet",
+                &["issue", &ca, "--role", "server", "--name", "fleet", "--address", "127.0.0.1"],
+            ),
+            ("issue-admin", &["issue", &ca, "--role", "operator", "--name", "admin"]),
+        ] {
+            assert!(fleet.run(&[&["certs"], args].concat(), &[], name), "{name}");
+        }
+        let (own, admin) = (format!("{ca}/fleet"), format!("{ca}/admin"));
+        let control =
+            ["control-plane", "--listen", "127.0.0.1:0", "--servers", "2", "--replicas", "2"];
+        let holder = ["--token-file", token_file, "--tls", &own];
+        let control = fleet.start(&[&control[..], &holder].concat(), "control", "listening");
+        let url = format!("https://{}", control["addr"].as_str().expect("addr"));
+
+        // The second server has no weights of its own.
+        let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe");
+        let bare = fleet.path("bare");
+        std::fs::create_dir(&bare).expect("folder");
+        std::fs::copy(format!("{model}/config.json"), bare.join("config.json")).expect("copy");
+        for (name, model, from) in [("a", model, "disk"), ("b", text(&bare), "peers")] {
+            let place =
+                ["expert-server", "--model", model, "--name", name, "--listen", "127.0.0.1:0"];
+            let more =
+                ["--metrics-listen", "127.0.0.1:0", "--threads", "1", "--weights-from", from];
+            let control = ["--tickets", tickets, "--control-plane", &url];
+            fleet.start(&[&place[..], &more, &control, &holder].concat(), name, "serving");
+        }
+
+        let generate = ["generate", "--model", model, "--prompt", "An", "--max-new-tokens", "2"];
+        let generate = [&generate[..], &["--control-plane", &url]].concat();
+        assert!(fleet.run(&[&generate[..], &holder].concat(), &[], "generate"), "{tickets}");
+        // A holder of a certificate without a token, whose role sends no tokens to servers.
+        assert!(!fleet.run(&[&generate[..], &["--tls", &admin]].concat(), &[], "forbidden"));
+        // A key where a token belongs.
+        let key_file = format!("{own}/key.pem");
+        let swapped = ["--token-file", &key_file, "--tls", &own];
+        assert!(!fleet.run(&[&generate[..], &swapped].concat(), &[], "swapped"));
+        let control = ["--control-plane", &url, "--tls", &admin];
+        for args in
+            [&["status"][..], &["doctor"], &["top", "--once"], &["drain", "a"], &["resume", "a"]]
+        {
+            fleet.run(&[args, &control].concat(), &[], args[0]);
+        }
+        let shown = std::fs::read_to_string(fleet.path("status.out")).expect("status");
+        assert!(shown.contains("\"b\""), "status does not show the servers: {shown}");
+
+        let mut secrets = vec![
+            token[token.len() - 16..].to_owned(),
+            // Tickets and proofs begin with the first, keys of tickets with the second.
+            "v4.public.".to_owned(),
+            "k4.secret.".to_owned(),
+            "PRIVATE KEY".to_owned(),
+        ];
+        let weights = blake3::derive_key("switchyard 2026 weights of peers", token.as_bytes());
+        secrets.push(blake3::Hash::from_bytes(weights).to_hex()[48..].to_owned());
+        for key in ["ca-key.pem", "fleet/key.pem", "admin/key.pem"] {
+            let pem = std::fs::read_to_string(format!("{ca}/{key}")).expect("key");
+            let lines: Vec<&str> = pem.lines().filter(|line| !line.starts_with("-----")).collect();
+            assert!(lines.iter().any(|line| line.len() > 16), "{key}");
+            // The private part: the beginning is the same for all keys, and the end is public.
+            let body = lines.concat();
+            secrets.extend([52, 68].map(|at| body[at..][..16].to_owned()));
+        }
+        expect_absent(&fleet.written(), secrets.iter().map(String::as_str));
+    }
+}
+
+impl Fleet {
+    /// The arguments of all processes, and the files of the folder. Those with secrets are in folders inside.
+    fn written(&self) -> Vec<(String, String)> {
+        let mut written = vec![("arguments".to_owned(), self.arguments.clone())];
+        for entry in std::fs::read_dir(self.dir.path()).expect("folder") {
+            let path = entry.expect("entry").path();
+            if path.is_file() {
+                let bytes = std::fs::read(&path).expect("file");
+                written
+                    .push((text(&path).to_owned(), String::from_utf8_lossy(&bytes).into_owned()));
+            }
+        }
+        let log = written.iter().find(|(name, _)| name.ends_with("control.err")).expect("log");
+        assert!(log.1.contains("TRACE"), "no log at the level trace");
+        written
+    }
+}
+
+fn expect_absent<'a>(written: &[(String, String)], secrets: impl IntoIterator<Item = &'a str>) {
+    for secret in secrets {
+        for (name, text) in written {
+            let found = text.lines().find(|line| line.contains(secret));
+            assert!(found.is_none(), "{name} has the secret {secret}: {found:?}");
         }
     }
 }
