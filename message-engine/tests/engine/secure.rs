@@ -268,7 +268,8 @@ fn strangers_in_the_tls_handshake_are_ended() {
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         // An alert may come first.
         let error = std::io::copy(&mut stream, &mut std::io::sink()).err();
-        let is_ended = error.as_ref().is_none_or(|error| error.kind() == ErrorKind::ConnectionReset);
+        let is_ended =
+            error.as_ref().is_none_or(|error| error.kind() == ErrorKind::ConnectionReset);
         assert!(is_ended, "stranger {idx}: {error:?}");
     }
     out.notify(b"still served", soon()).unwrap();
