@@ -1,6 +1,6 @@
 //! TLS and tickets on the connection for control.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -235,11 +235,15 @@ fn tickets_are_checked_with_the_bytes_and_the_channel_that_both_sides_see() {
 fn strangers_in_the_tls_handshake_are_ended() {
     let (mut rng, certificates) = (rng(), Certificates::new());
     let by = TestTransport::Tcp;
-    let config = EngineConfig { max_handshakes: 64, ..secured(by, certificates.of_host("there")) };
+    let config = EngineConfig {
+        max_handshakes: 64,
+        handshake_timeout: Duration::from_millis(500),
+        ..secured(by, certificates.of_host("there"))
+    };
     let there = Engine::start(config).unwrap();
     let here = Engine::start(secured(by, certificates.of_host("here"))).unwrap();
     let addr = there.endpoint().addr;
-    let silent: Vec<_> = (0..200).map(|_| TcpStream::connect(addr).unwrap()).collect();
+    let mut strangers: Vec<_> = (0..200).map(|_| TcpStream::connect(addr).unwrap()).collect();
     for idx in 0..50 {
         let mut stream = TcpStream::connect(addr).unwrap();
         let len = rng.random_range(1..2000);
@@ -252,10 +256,22 @@ fn strangers_in_the_tls_handshake_are_ended() {
         let _ = stream.write_all(&bytes);
         stream.set_read_timeout(Some(Duration::from_millis(5))).unwrap();
         let _ = stream.read(&mut [0; 4096]);
+        strangers.push(stream);
     }
     let out = connect(&here, &there).unwrap();
     out.notify(b"served", soon()).unwrap();
     assert_eq!(there.next_notification(soon()).unwrap().bytes, b"served");
     assert!(there.stats().num_refused > 0);
-    drop(silent);
+    // So few that no newer connection takes their place: these end at the deadline.
+    strangers.extend((0..3).map(|_| TcpStream::connect(addr).unwrap()));
+    for (idx, mut stream) in strangers.into_iter().enumerate() {
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        // An alert may come first.
+        let error = std::io::copy(&mut stream, &mut std::io::sink()).err();
+        let is_ended =
+            error.as_ref().is_none_or(|error| error.kind() == ErrorKind::ConnectionReset);
+        assert!(is_ended, "stranger {idx}: {error:?}");
+    }
+    out.notify(b"still served", soon()).unwrap();
+    assert_eq!(there.next_notification(soon()).unwrap().bytes, b"still served");
 }
