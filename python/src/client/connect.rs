@@ -138,7 +138,7 @@ fn start(settings: Settings, interrupt: &Interrupt) -> Result<Backend, Failure> 
         turn: settings.timeout,
         work: settings.work_limit,
     };
-    let builder = DeviceClient::builder(model);
+    let builder = DeviceClient::builder(model).hedge_budget(settings.hedge_budget);
     let client = configured!(builder, settings, transports)
         .build(gpu, options)
         .map_err(|failure| Failure::DeviceBuild(device, failure))?;
