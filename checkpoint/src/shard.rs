@@ -27,6 +27,8 @@ pub struct TensorFile {
     path: PathBuf,
     file: File,
     map: Mmap,
+    /// The file system keeps its files in memory.
+    is_in_memory: bool,
     /// In the order of their names.
     tensors: Vec<(Box<str>, Entry)>,
     /// Names that `__metadata__` gives to stored tensors.
@@ -51,7 +53,16 @@ impl TensorFile {
         let named = tensors.iter().map(|(name, entry)| (&**name, entry.bytes.clone()));
         let registration = Registration::new(path, &map, named);
         let path = path.to_owned();
-        Ok(TensorFile { _registration: registration, path, file, map, tensors, aliases })
+        let is_in_memory = is_in_memory(&file);
+        Ok(TensorFile {
+            _registration: registration,
+            path,
+            file,
+            map,
+            is_in_memory,
+            tensors,
+            aliases,
+        })
     }
 
     /// The path of the file.
@@ -147,6 +158,10 @@ impl TensorFile {
     /// # Panics
     /// If the bytes are not of this file's mapping.
     pub(crate) fn is_cached(&self, data: &[u8]) -> bool {
+        // Such a file system refuses reads that must not wait.
+        if self.is_in_memory {
+            return true;
+        }
         let start = data.as_ptr().addr() - self.map.as_ptr().addr();
         let num_samples = data.len().div_ceil(CACHE_SAMPLE_BYTES).min(CACHE_SAMPLES);
         (0..num_samples).all(|idx| {
@@ -234,6 +249,18 @@ fn read_header(path: &Path, bytes: &[u8]) -> Result<Tensors, TensorFileError> {
     Ok((tensors, aliases))
 }
 
+/// Returns true if the file system of `file` keeps its files in memory.
+#[cfg(target_os = "linux")]
+fn is_in_memory(file: &File) -> bool {
+    rustix::fs::fstatfs(file)
+        .is_ok_and(|found| MEMORY_FILE_SYSTEMS.contains(&(found.f_type as u32)))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_in_memory(_file: &File) -> bool {
+    false
+}
+
 fn truncated(path: &Path, found_bytes: u64, expected_bytes: u64) -> TensorFileError {
     TensorFileError::Truncated { path: path.to_owned(), found_bytes, expected_bytes }
 }
@@ -248,4 +275,26 @@ const PAGE_BYTES: usize = 4096;
 const CACHE_SAMPLES: usize = 8;
 /// Bytes for each of those places: the system reads ahead at least as much, and each look is a system call.
 const CACHE_SAMPLE_BYTES: usize = 64 << 10;
+/// Numbers of tmpfs and ramfs, as `statfs` returns them.
+#[cfg(target_os = "linux")]
+const MEMORY_FILE_SYSTEMS: [u32; 2] = [0x0102_1994, 0x8584_58f6];
 const LFS_PREFIX: &[u8] = b"version https://git-lfs";
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn files_of_a_memory_file_system_are_in_memory() {
+        let mut file = tempfile::NamedTempFile::new_in("/dev/shm").expect("a file in /dev/shm");
+        let header = br#"{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}"#;
+        file.write_all(&(header.len() as u64).to_le_bytes()).expect("the length");
+        file.write_all(header).expect("the header");
+        file.write_all(&[1, 2, 3]).expect("the values");
+        let opened = TensorFile::open(file.path()).expect("a valid file");
+        let tensor = opened.tensor("a").expect("the tensor");
+        assert!(opened.is_cached(tensor.data), "{:?}", file.path());
+    }
+}

@@ -158,9 +158,10 @@ impl Loader {
         let (metrics, progress) = (self.metrics.clone(), Arc::clone(&self.progress));
         let begin = Instant::now();
         let num_wanted = wanted.len();
+        let num_threads = pace.num_reads().min(fetch.num_useful_threads(num_wanted));
         let all = wanted.clone();
         let fetching = tokio::task::spawn_blocking(move || {
-            fetch.run(&peers, &wanted, pace.num_reads(), &stop, &store, &|read| {
+            fetch.run(&peers, &wanted, num_threads, &stop, &store, &|read| {
                 if read.is_from_device {
                     metrics.weights_device_bytes.inc_by(read.bytes);
                 }

@@ -85,6 +85,16 @@ pub(crate) struct ReadExpert {
 pub(crate) type Count<'a> = dyn Fn(ReadExpert) + Sync + 'a;
 
 impl Fetch {
+    /// Threads that are worth their connections, one to every peer each, for a read of so many experts: a connection takes
+    /// as long as a few megabytes.
+    pub(crate) fn num_useful_threads(&self, num_experts: usize) -> usize {
+        let ExpertShape { hidden, inter, is_gated } = self.shape.0;
+        let num_matrices = if is_gated { 3 } else { 2 };
+        let sizes = [hidden, inter, num_matrices, BF16_BYTES, num_experts];
+        let bytes = sizes.into_iter().fold(1, usize::saturating_mul);
+        bytes.div_ceil(BYTES_FOR_A_THREAD).max(1)
+    }
+
     /// Reads experts of `peers` into `store` and calls `count` for each, on `num_threads` threads. Ends early when `stop` becomes true. Then
     /// the experts that were not read are missing. Blocks until the end: every wait for a peer is bounded, and the read
     /// ends after `patience` without a new expert.
@@ -274,6 +284,10 @@ impl Work<'_> {
 /// Nice value of the threads. On a busy processor they get a tenth of what a computing thread gets.
 #[cfg(target_os = "linux")]
 const NICE: i32 = 10;
+/// Bytes of a value of the usual format.
+const BF16_BYTES: usize = 2;
+/// Bytes to read for each thread.
+const BYTES_FOR_A_THREAD: usize = 64 << 20;
 /// Pause of a thread without work.
 const PAUSE: Duration = Duration::from_millis(2);
 /// Longest pause before another look at the list.
