@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::process::Command;
 
-/// Answers requests for goals with those that it was given last, and all others with an error.
+/// Answers requests for goals with the last ones that it took, and all other requests with an error.
 fn control_plane_without_advice() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let addr = listener.local_addr().expect("an address");
@@ -16,9 +16,9 @@ fn control_plane_without_advice() -> SocketAddr {
             let mut head = String::new();
             while !head.ends_with("\r\n\r\n") && request.read_line(&mut head).expect("head") > 0 {}
             let lines = head.lines().map(str::to_ascii_lowercase);
-            let length =
+            let mut length =
                 lines.filter_map(|line| line.strip_prefix("content-length: ")?.parse().ok());
-            let mut body = vec![0; length.last().unwrap_or(0)];
+            let mut body = vec![0; length.next_back().unwrap_or(0)];
             request.read_exact(&mut body).expect("body");
             if head.starts_with("PUT /v1/goals ") {
                 goals = body;

@@ -18,7 +18,7 @@ struct Callers {
     drop_at: Duration,
 }
 
-/// What an entry is about.
+/// The subject of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Kind {
     /// A change that was made.

@@ -411,7 +411,7 @@ fn replicas_that_do_not_fit_are_named() {
     assert!(fleet.world.fleet.coverage().is_complete());
 }
 
-/// A control plane that starts with other goals than those that were set while it ran says which ones hold.
+/// A control plane that starts with other goals than the stored ones says which ones hold.
 #[test]
 fn stored_goals_that_win_over_those_of_the_start_are_an_event() {
     for (stored, is_event) in [(1, false), (2, true)] {

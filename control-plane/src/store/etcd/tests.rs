@@ -163,7 +163,7 @@ fn data_of_another_program_is_refused() {
 }
 
 /// A leader whose key another program has overwritten names it, and writes again once the key is gone. A process that
-/// leads no longer is told so.
+/// leads no longer gets an error that says so.
 #[test]
 fn a_leader_outlives_a_foreign_value() {
     let (etcd, runtime) = (EtcdCluster::start(1), runtime());
