@@ -74,6 +74,5 @@ impl FromStr for WeightsFrom {
     }
 }
 
-/// Default of [`WeightsConfig::read_limit`]: a small part of the memory bandwidth of a host, which the source and its
-/// readers take from clients.
-pub const DEFAULT_READ_LIMIT: u64 = 1_000_000_000;
+/// Default of [`WeightsConfig::read_limit`].
+pub const DEFAULT_READ_LIMIT: u64 = 4_000_000_000;

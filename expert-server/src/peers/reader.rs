@@ -92,7 +92,7 @@ impl Fetch {
         let num_matrices = if is_gated { 3 } else { 2 };
         let sizes = [hidden, inter, num_matrices, BF16_BYTES, num_experts];
         let bytes = sizes.into_iter().fold(1, usize::saturating_mul);
-        bytes.div_ceil(BYTES_FOR_A_THREAD).max(1)
+        bytes.div_ceil(BYTES_FOR_A_THREAD).max(MIN_THREADS)
     }
 
     /// Reads experts of `peers` into `store` and calls `count` for each, on `num_threads` threads. Ends early when `stop` becomes true. Then
@@ -286,6 +286,8 @@ impl Work<'_> {
 const NICE: i32 = 10;
 /// Bytes of a value of the usual format.
 const BF16_BYTES: usize = 2;
+/// So that two peers share a read.
+const MIN_THREADS: usize = 2;
 /// Bytes to read for each thread.
 const BYTES_FOR_A_THREAD: usize = 64 << 20;
 /// Pause of a thread without work.
