@@ -177,7 +177,8 @@ async fn insecure_servers_are_named_and_counted() {
         "INSECURE: gpu-0, gpu-1, gpu-2 and 2 others: admits clients without a ticket (--tickets off): start it without \
          that option",
     ];
-    assert_eq!(status.problems, expected);
+    let insecure = |problem: &&String| problem.starts_with("INSECURE");
+    assert_eq!(status.problems.iter().filter(insecure).collect::<Vec<_>>(), expected);
     let members = client.members().await.unwrap();
     let insecure: Vec<bool> = members.iter().map(|member| member.insecure.is_some()).collect();
     assert_eq!(insecure, [true, true, true, true, true, true, false]);
