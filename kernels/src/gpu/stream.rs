@@ -130,7 +130,7 @@ impl Stream {
         unsafe { either!(&self.0, stream => stream.convert(pieces)) }
     }
 
-    /// Computes the [`Checksum`](super::Checksum) of ranges of memory and stores it at `to`.
+    /// Computes the [`Checksum`] of ranges of memory and stores it at `to`.
     ///
     /// # Safety
     /// All ranges are valid. `to` is 16 bytes of device memory, aligned to 8. No code writes the ranges or accesses `to`
