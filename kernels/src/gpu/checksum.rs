@@ -18,9 +18,14 @@ impl Checksum {
     #[must_use]
     pub fn of(parts: &[&[u8]]) -> Self {
         let words = parts.iter().flat_map(|part| part.as_chunks::<4>().0);
+        Self::of_words(words.map(|word| u32::from_le_bytes(*word)))
+    }
+
+    /// The checksum of a run of words.
+    pub(super) fn of_words(words: impl Iterator<Item = u32>) -> Self {
         let mut sums = [0u64; 2];
         for (at, word) in (1u64..).zip(words) {
-            let x = u64::from(u32::from_le_bytes(*word)).wrapping_add(at.wrapping_mul(STEP));
+            let x = u64::from(word).wrapping_add(at.wrapping_mul(STEP));
             for (sum, factors) in sums.iter_mut().zip(FACTORS) {
                 *sum = sum.wrapping_add(mix(x, factors));
             }
@@ -102,6 +107,16 @@ mod tests {
     use super::*;
     use crate::gpu::Gpu;
 
+    /// Zeros give the sums of SplitMix64's first numbers from the seed 0, as its authors publish them.
+    #[test]
+    fn the_first_sum_of_zeros_is_that_of_splitmix64() {
+        let published = [0xe220_a839_7b1d_cdaf_u64, 0x6e78_9e6a_a1b9_65f4, 0x06c4_5d18_8009_454f];
+        for num_words in 1..=published.len() {
+            let expected = published[..num_words].iter().fold(0u64, |sum, x| sum.wrapping_add(*x));
+            assert_eq!(Checksum::of(&[&vec![0; num_words * 4]]).0[0], expected);
+        }
+    }
+
     #[test]
     fn a_gpu_computes_the_checksum_and_any_damage_changes_it() {
         let seed = rand::random::<u64>();
@@ -141,6 +156,7 @@ mod tests {
         parts[part][at] ^= 1 << rng.random_range(0..8);
         assert_ne!(of(&parts), expected);
         parts[part][at] ^= 0xff;
+        assert_ne!(of(&parts), expected);
         let [first, second] = [[1, 2, 3, 4, 5, 6, 7, 8], [5, 6, 7, 8, 1, 2, 3, 4]];
         assert_ne!(Checksum::of(&[&first]), Checksum::of(&[&second]));
     }

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::{NonNull, null_mut};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -620,14 +620,14 @@ impl Task {
             // SAFETY: the caller of `convert` answers for the matrices.
             Self::Convert(pieces) => pieces.iter().for_each(|piece| unsafe { convert::run(piece) }),
             Self::Checksum(params) => {
-                let parts = params.ranges.each_ref().map(|range| match range.words() as usize {
-                    0 => &[][..],
-                    // SAFETY: the caller of `checksum` answers for the memory.
-                    words => unsafe {
-                        std::slice::from_raw_parts(range.from().0 as *const u8, words * 4)
-                    },
+                let words = params.ranges.iter().flat_map(|range| {
+                    let first = range.from().0 as *const AtomicU32;
+                    // SAFETY: the caller of `checksum` answers for the memory, and ranges are aligned to words.
+                    // Peers may have it mapped and write it, so the words are read as atomics.
+                    (0..range.words() as usize).map(move |idx| unsafe { &*first.add(idx) })
                 });
-                let sum = Checksum::of(&parts);
+                let words = words.map(|word| u32::from_le(word.load(Ordering::Relaxed)));
+                let sum = Checksum::of_words(words);
                 // SAFETY: 16 bytes, aligned to 8, says who issued it.
                 unsafe { (params.to.0 as *mut Checksum).write(sum) };
             }

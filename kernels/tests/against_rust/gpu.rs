@@ -9,7 +9,9 @@ use kernels::abi::{
     ErrorWord, ExpertComputeParams, FrameGeometry, Handle, LayerWeights, Link, PATH_DIRECT,
     REASON_TIMEOUT, TAG_COMBINE_ROW, TILE_ARRIVALS,
 };
-use kernels::gpu::{Gpu, GpuError, LayerMatrices, LayerShape, Piece};
+use kernels::gpu::{
+    Checksum, ChecksumRange, Gpu, GpuError, LayerMatrices, LayerShape, MAX_CHECKSUM_RANGES, Piece,
+};
 use kernels::p2p::{FLAG_BULK, P2pParams, StreamParams};
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -89,6 +91,44 @@ pub fn a_server_that_only_moves_its_progress_word_is_given_up(runner: &Runner) {
     let state: ClientState = client.state.one(0);
     assert_eq!((state.error.tag, state.error.reason), (TAG_COMBINE_ROW, REASON_TIMEOUT));
     assert_eq!(client.handle.one::<Handle>(0).missing, 1);
+}
+
+/// Ranges of all lengths that a launch can have, empty ones included, at addresses that are aligned to words only.
+pub fn checksums_are_those_that_the_host_computes(runner: &Runner) {
+    let Runner::Gpu(gpu) = runner else { return };
+    let mut rng = fresh();
+    let limit = Instant::now() + Duration::from_secs(60);
+    let stream = gpu.stream().expect("stream");
+    let sum = gpu.alloc(size_of::<Checksum>() as u64).expect("memory");
+    for most_words in [1usize, 40, 3000, 1 << 20] {
+        let num_ranges = rng.random_range(1..=MAX_CHECKSUM_RANGES);
+        let memory: Vec<Vec<u8>> = (0..num_ranges)
+            .map(|_| {
+                (0..(rng.random_range(0..=most_words) + 1) * 4).map(|_| rng.random()).collect()
+            })
+            .collect();
+        let buffers: Vec<_> = memory
+            .iter()
+            .map(|bytes| {
+                let buffer = gpu.alloc(bytes.len() as u64).expect("memory");
+                gpu.write(&buffer, 0, bytes, limit).expect("written");
+                buffer
+            })
+            .collect();
+        let ranges: Vec<_> = buffers
+            .iter()
+            .zip(&memory)
+            .map(|(buffer, bytes)| ChecksumRange::new(buffer.ptr().add(4), bytes.len() as u64 - 4))
+            .collect();
+        gpu.write(&sum, 0, &[POISON; size_of::<Checksum>()], limit).expect("written");
+        // SAFETY: live memory of these lengths, and nothing else uses it.
+        unsafe { stream.checksum(&ranges, sum.ptr()) }.expect("launched");
+        stream.wait(limit).expect("done");
+        let mut found = [0; size_of::<Checksum>()];
+        gpu.read(&sum, 0, &mut found, limit).expect("read");
+        let parts: Vec<_> = memory.iter().map(|bytes| &bytes[4..]).collect();
+        assert_eq!(bytemuck::pod_read_unaligned::<Checksum>(&found), Checksum::of(&parts));
+    }
 }
 
 pub fn pointers_that_the_driver_does_not_know_are_refused(runner: &Runner) {

@@ -179,6 +179,11 @@ macro_rules! with_streams {
             }
 
             #[test]
+            fn checksums_are_those_that_the_host_computes() {
+                $runner.iter().for_each(gpu::checksums_are_those_that_the_host_computes);
+            }
+
+            #[test]
             fn memory_of_the_host_goes_without_waiting_for_work() {
                 $runner.iter().for_each(gpu::memory_of_the_host_goes_without_waiting_for_work);
             }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use message_engine::{Access, Connection, Descriptor, MemoryRegion};
 use p2p_core::TransportKind;
@@ -211,6 +211,8 @@ fn read_part(
         let first = range.start as u64 + done;
         let span = region.span(first, len).map_err(|error| failed(&error))?;
         let remote = part.sub(done, len).map_err(|error| failed(&error))?;
+        // The peer names the lease, so a peer that has stopped must not hold the read until its end.
+        let deadline = deadline.min(Instant::now() + CHUNK_TIMEOUT);
         let read = connection
             .read_directly(&span, &remote, deadline)
             .unwrap_or_else(|| connection.read(&span, &remote, deadline));
@@ -230,5 +232,7 @@ fn read_part(
 const CHUNK_BYTES: u64 = 16 << 20;
 /// The same for copies on the reader's thread, which cost no round trip: less than a processor's cache.
 const DIRECT_CHUNK_BYTES: u64 = 256 << 10;
+/// Longest read of a chunk. A peer that sends 1 MiB a second needs less.
+const CHUNK_TIMEOUT: Duration = Duration::from_secs(20);
 /// Alignment of parts: a cache line.
 const ALIGN_BYTES: usize = 64;
