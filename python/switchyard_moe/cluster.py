@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import urllib.request
 import weakref
 from collections import deque
 from pathlib import Path
@@ -109,6 +110,7 @@ class LocalCluster:
         self._timeout = timeout
         self._address = "127.0.0.1:0"
         self._processes = _Processes()
+        self._metrics: dict[str, str] = {}
         self._closed = False
         weak = weakref.WeakMethod(self.close)
         self._at_exit = _at_exit(weak)
@@ -199,7 +201,8 @@ class LocalCluster:
     def restart(self, name: str) -> None:
         """Start a server again, after killing it if it runs, and wait until it serves its experts.
 
-        Other servers may be dead.
+        Other servers may be dead. Clients may not have connected with the server yet: :meth:`wait_connected` waits for
+        them.
 
         :raises ClusterError: the control plane does not run, or the server ends or does not serve within the
             cluster's timeout.
@@ -212,6 +215,24 @@ class LocalCluster:
             self.kill(name)
         self._start(name)
         self._wait_serving(name, lambda: None)
+
+    def wait_connected(self, name: str, clients: int = 1) -> None:
+        """Wait until a server has connections with at least ``clients`` clients.
+
+        Without the control plane, a client has no tickets for servers that it has not connected with.
+
+        :raises ClusterError: the server ends, or has fewer within the cluster's timeout.
+        """
+        self._check_name(name)
+        process = self._process(name)
+        deadline = time.monotonic() + self._timeout
+        while (found := self._num_links(name)) < clients:
+            if not process.is_running():
+                process.raise_early_end()
+            if time.monotonic() >= deadline:
+                text = f"{name} has {found} of {clients} clients after {self._timeout} s{process.quote()}"
+                raise ClusterError(text)
+            time.sleep(0.05)
 
     def stop_control_plane(self) -> None:
         """Kill the control plane with SIGKILL. Clients and servers go on with the placement that they know."""
@@ -267,7 +288,19 @@ class LocalCluster:
         self._spawn(name, arguments + self._server_args, self._env)
 
     def _wait_serving(self, name: str, check: Callable[[], None]) -> None:
-        self._processes.get(name).wait_event("serving", self._timeout, check)
+        process = self._processes.get(name)
+        event = process.wait_event("listening", self._timeout, check)
+        self._metrics[name] = str(event["metrics_addr"])
+        process.wait_event("serving", self._timeout, check)
+
+    def _num_links(self, name: str) -> int:
+        try:
+            with _DIRECT.open(f"http://{self._metrics[name]}/metrics", timeout=5.0) as response:
+                lines = response.read().decode().splitlines()
+        except OSError:
+            # The server is busy, or ends: the caller looks again.
+            return 0
+        return next((int(float(line.split()[-1])) for line in lines if line.startswith(LINKS + " ")), 0)
 
     def _spawn(self, name: str, arguments: list[str], env: Mapping[str, str]) -> _Process:
         # The token is in the environment, because other users of the host can see arguments.
@@ -482,4 +515,7 @@ def _at_exit(close: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None
 
 CONTROL_PLANE = "control-plane"
 TAIL_LINES = 200
+LINKS = "switchyard_server_links"
+# Proxies of the environment are not for children on this host.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 KEPT_VARIABLES = ("SWITCHYARD_LOG", "SWITCHYARD_LOG_FORMAT")

@@ -101,6 +101,27 @@ def test_calls_go_on_without_the_control_plane(experts: Experts, inputs: Inputs)
             assert_close(other.forward(*arguments), experts.forward(*arguments))
 
 
+def test_a_restarted_server_is_connected_before_the_control_plane_ends(experts: Experts, inputs: Inputs) -> None:
+    with switchyard_moe.LocalCluster(TINY, servers=2) as cluster, cluster.client() as client:
+        cluster.restart("server-0")
+        cluster.wait_connected("server-0")
+        cluster.stop_control_plane()
+        cluster.kill("server-1")
+        call = inputs.call(8)
+        arguments = (call.layer, call.x, call.topk_idx, call.topk_weights)
+        assert_close(client.forward(*arguments), experts.forward(*arguments))
+        with pytest.raises(switchyard_moe.ClusterError, match="server-1 is not running"):
+            cluster.wait_connected("server-1")
+
+
+def test_a_wait_for_clients_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with switchyard_moe.LocalCluster(TINY, servers=1) as cluster, cluster.client():
+        cluster.wait_connected("server-0", clients=1)
+        monkeypatch.setattr(cluster, "_timeout", 0.2)
+        with pytest.raises(switchyard_moe.ClusterError, match=r"server-0 has 1 of 2 clients after 0\.2 s"):
+            cluster.wait_connected("server-0", clients=2)
+
+
 def test_an_expert_without_a_replica_ends_the_call(inputs: Inputs) -> None:
     with switchyard_moe.LocalCluster(TINY, servers=1) as cluster:
         with cluster.client(timeout=0.5) as client:

@@ -141,7 +141,7 @@ def soak(
     """Runs ``clients`` for ``seconds`` and kills one server of the cluster every ``kill_every`` seconds.
 
     ``prompts`` are pairs of a prompt and its expected ids, or None for the ids of a first answer. A killed server is
-    started again at once, and the next one is killed only when it serves, so every expert keeps a replica.
+    started again at once, and the next one is killed only when it serves the engine, so every expert keeps a replica.
     """
     expected = [
         list(ids)[:tokens] if ids is not None else list(server.stream(prompt, tokens)) for prompt, ids in prompts
@@ -190,6 +190,7 @@ def soak(
             tally.kills += 1
             victim += 1
             cluster.restart(name)
+            cluster.wait_connected(name)
             next_kill = max(next_kill + kill_every, time.monotonic())
             say(f"{now - started:6.1f} s: killed {name}, {tally.requests} requests, {tally.failed} failed")
     finally:
