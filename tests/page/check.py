@@ -165,14 +165,12 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     browser.until("document.getElementById('confirm').open")
     browser.evaluate("document.getElementById('confirm-yes').click()")
     browser.until("!document.getElementById('toast').hidden")
-    expect(fleet.changes == [("POST", f"/v1/members/{0:032x}/drain")], f"sent: {fleet.changes}")
+    expect(fleet.changes == [("POST", f"/v1/members/{0:032x}/drain", {})], f"sent: {fleet.changes}")
 
-    # Goals, and a filter.
-    browser.evaluate("document.querySelector('#goals-form button').click()")
-    browser.until("document.getElementById('confirm').open")
-    browser.evaluate("document.getElementById('confirm-yes').click()")
-    browser.until("document.getElementById('toast').textContent.includes('goals')")
-    expect(fleet.changes[-1] == ("PUT", "/v1/goals"), f"sent: {fleet.changes}")
+    keyboard(browser)
+    goals(browser, fleet)
+
+    # A filter.
     browser.evaluate("const filter = document.getElementById('filter'); filter.value = 'draining'; filter.dispatchEvent(new Event('input'))")
     browser.until("document.querySelectorAll('#member-rows tr').length === 1")
     browser.evaluate("filter.value = ''; filter.dispatchEvent(new Event('input'))")
@@ -185,18 +183,84 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
         expect(width <= 390, f"the page is {width} pixels wide on a screen of 390")
         browser.picture(out / f"narrow-{'dark' if dark else 'light'}.png")
 
-    # A viewer gets no buttons that change the fleet.
+    # A viewer gets no buttons that change the fleet, also if the operator's role is taken away while the page is open.
     fleet.roles = ["viewer"]
-    browser.evaluate("location.reload()")
     browser.until("document.getElementById('caller')?.textContent.includes('role operator')")
-    buttons = "[...document.querySelectorAll('#member-rows button')].length"
+    buttons = "document.querySelectorAll('#member-rows button:not([hidden])').length"
     browser.until(f"document.querySelectorAll('#member-rows tr').length === 4 && {buttons} === 0")
     expect(browser.evaluate("document.querySelector('#goals-form button').disabled"), "a viewer may change the goals")
 
-    # A control plane that is gone, and one that returns.
+    refusals(browser, fleet)
+
+    # A control plane that is gone.
+    fleet.health, fleet.problems = "healthy", []
+    browser.until("document.title === 'Switchyard'")
     server.shutdown()
     server.server_close()
     browser.until("document.getElementById('health').textContent === 'no contact'")
+    expect(browser.evaluate("document.title") == "no contact · Switchyard", "the title of a page without contact says that all is well")
+    expect(browser.evaluate("document.getElementById('fleet').classList.contains('stale')"), "old figures look as if they were new")
+
+
+FOCUS = "(document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent)"
+DRAIN = "document.querySelector('button[aria-label=\"Drain server-2\"]')"
+
+
+def answers(browser: Browser, count: int) -> None:
+    """Waits until the page has had `count` more answers."""
+    browser.evaluate("window.seen = performance.getEntriesByType('resource').filter((entry) => entry.name.endsWith('/v1/status')).length")
+    browser.until(f"performance.getEntriesByType('resource').filter((entry) => entry.name.endsWith('/v1/status')).length >= window.seen + {count}")
+
+
+def keyboard(browser: Browser) -> None:
+    """New answers take neither the focus away nor the reader to another place, with and without a question."""
+    browser.evaluate("performance.setResourceTimingBufferSize(100000)")
+    browser.evaluate(f"{DRAIN}.focus(); window.scrollTo(0, 0)")
+    answers(browser, 2)
+    expect(browser.evaluate(FOCUS) == "Drain server-2", f"the focus went to {browser.evaluate(FOCUS)!r}")
+    expect(browser.evaluate("scrollY") == 0, "the page scrolls by itself")
+    browser.evaluate(f"{DRAIN}.click()")
+    browser.until("document.getElementById('confirm').open")
+    answers(browser, 2)
+    browser.key("Escape")
+    browser.until("!document.getElementById('confirm').open")
+    expect(browser.evaluate(FOCUS) == "Drain server-2", f"after the question, the focus went to {browser.evaluate(FOCUS)!r}")
+
+
+def goals(browser: Browser, fleet: mock.Fleet) -> None:
+    """A change of one goal leaves the other one as another operator has set it."""
+    field = "document.getElementById('goal-{}')"
+    browser.evaluate(f"var spare = {field.format('spare')}; spare.value = '0.5'; spare.dispatchEvent(new Event('input'))")
+    fleet.goals = {"replicas": 3, "spare": 0.1}
+    browser.until("document.getElementById('goals-in-force').textContent.includes('3 replicas')")
+    expect(browser.evaluate(f"{field.format('replicas')}.value") == "3", "the form shows goals that are not in force")
+    expect(browser.evaluate("spare.value") == "0.5", "an answer overwrote what was typed")
+    browser.evaluate("document.getElementById('goals-change').click()")
+    browser.until("document.getElementById('confirm').open")
+    question = browser.evaluate("document.getElementById('confirm-text').textContent")
+    expect("10 %" in question and "50 %" in question, f"the question is {question!r}")
+    browser.evaluate("document.getElementById('confirm-yes').click()")
+    browser.until("document.getElementById('toast').textContent.includes('goals')")
+    expect(fleet.changes[-1] == ("PUT", "/v1/goals", {"replicas": 3, "spare": 0.5}), f"sent: {fleet.changes}")
+
+
+def refusals(browser: Browser, fleet: mock.Fleet) -> None:
+    """A caller without the right reads so, and may show a token."""
+    fleet.token = None
+    browser.evaluate("document.getElementById('forget').click()")
+    browser.until("document.querySelectorAll('#member-rows tr').length === 4")
+    fleet.credential = "certificate"
+    browser.evaluate("location.reload()")
+    browser.until("document.getElementById('use-token')?.hidden === false")
+    for status, word in ((429, "too many requests"), (503, "not ready"), (403, "no access")):
+        fleet.refused = {"/v1/members": status}
+        browser.until(f"document.getElementById('health').textContent === '{word}'")
+        expect(browser.evaluate("document.getElementById('freshness').textContent").startswith("that needs another role"), "the reason is missing")
+    browser.evaluate("document.getElementById('use-token').click()")
+    browser.until("document.getElementById('token-dialog').open")
+    fleet.refused = {}
+    browser.evaluate("document.getElementById('token').value = 'another'; document.querySelector('#token-form button').click()")
+    browser.until("document.getElementById('health').textContent === 'degraded' && !document.getElementById('forget').hidden")
 
 
 def update(browser: Browser, out: pathlib.Path, num_members: int, num_layers: int, num_experts: int) -> None:
@@ -245,7 +309,7 @@ def update(browser: Browser, out: pathlib.Path, num_members: int, num_layers: in
         browser.picture(out / f"update-{num_members}-narrow-{'dark' if dark else 'light'}.png")
 
     # After the update the page is as before.
-    fleet.answer = lambda method, path: mock.Fleet.answer(fleet, method, path.split("?fingerprint")[0])
+    fleet.answer = lambda method, path, body: mock.Fleet.answer(fleet, method, path.split("?fingerprint")[0], body)
     for member in fleet.members:
         del member["fingerprint"]
     browser.until("document.getElementById('models').hidden && document.getElementById('shown-model').hidden")
@@ -280,6 +344,20 @@ def large_fleet(browser: Browser, out: pathlib.Path) -> None:
     expect(not browser.messages, f"console: {browser.messages}")
     expect("page 1 of 10" in browser.evaluate("document.getElementById('pages').innerText"), "1,000 members have no ten pages")
     browser.picture(out / "large.png")
+
+    # The keyboard turns pages, and the mark of the map stays in view.
+    browser.evaluate("document.getElementById('page-next').focus()")
+    for number in (2, 3):
+        browser.evaluate("document.activeElement.click()")
+        expect(browser.evaluate("document.getElementById('page-number').textContent") == f"page {number} of 10", "the page was not turned")
+    browser.evaluate("window.scrollTo(0, 0)")
+    answers(browser, 2)
+    expect(browser.evaluate(FOCUS) == "Next" and browser.evaluate("scrollY") == 0, f"the focus went to {browser.evaluate(FOCUS)!r}")
+    browser.evaluate("var layer = document.getElementById('layer'); layer.value = '5'; layer.dispatchEvent(new Event('change')); document.getElementById('heat').focus()")
+    for _ in range(300):
+        browser.evaluate("document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowDown'}))")
+    scrolled = browser.evaluate("document.getElementById('heat').parentElement.scrollTop")
+    expect(scrolled > 300, f"the mark of the map left the view: the box is at {scrolled}")
     server.shutdown()
     server.server_close()
 

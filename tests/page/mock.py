@@ -20,7 +20,7 @@ FILES = {
     "/ui/style.css": "style.css",
     "/ui/uplot.js": "vendor/uplot.js",
     "/ui/uplot.css": "vendor/uplot.css",
-    **{f"/ui/{name}": name for name in ("main.js", "api.js", "model.js", "heat.js", "charts.js")},
+    **{f"/ui/{name}": name for name in ("main.js", "api.js", "model.js", "members.js", "goals.js", "heat.js", "charts.js")},
 }
 
 
@@ -90,9 +90,14 @@ class Fleet:
         self.problems = [f"{HOSTILE} holds 5 experts", "INSECURE: server-0: plain text to other hosts (--insecure): give --tls DIR"]
         self.token: str | None = None
         self.roles = ["operator"]
-        self.changes: list[tuple[str, str]] = []
+        self.credential = "token"
+        self.goals = {"replicas": 2, "spare": 0.25}
+        # What changes the fleet, with its body.
+        self.changes: list[tuple[str, str, object]] = []
+        # Statuses of paths that are refused.
+        self.refused: dict[str, int] = {}
 
-    def answer(self, method: str, path: str) -> object:
+    def answer(self, method: str, path: str, body: object = None) -> object:
         num_experts = len(self.layers) * self.num_experts
         if path == "/v1/status":
             return {
@@ -118,9 +123,9 @@ class Fleet:
         if path == "/v1/placement":
             return self.placement
         if path == "/v1/goals" and method == "GET":
-            return {"replicas": 2, "spare": 0.25}
+            return self.goals
         if path == "/v1/whoami":
-            return {"name": "reader", "roles": self.roles, "credential": "token"}
+            return {"name": "reader", "roles": self.roles, "credential": self.credential}
         if path.startswith("/v1/audit"):
             after = int(urllib.parse.parse_qs(urllib.parse.urlsplit(path).query)["after"][0])
             entries = [
@@ -134,7 +139,7 @@ class Fleet:
             events = [{"seq": nth + 1, "unix_ms": int(time.time() * 1000), "severity": "info" if nth < 2 else "warn", "text": text} for nth, text in enumerate(texts)]
             return {"last_seq": len(events), "events": [event for event in events if event["seq"] > after]}
         if method in ("POST", "PUT"):
-            self.changes.append((method, path))
+            self.changes.append((method, path, body))
             return {}
         return None
 
@@ -175,7 +180,7 @@ class Update(Fleet):
             **more,
         }
 
-    def answer(self, method: str, path: str) -> object:
+    def answer(self, method: str, path: str, body: object = None) -> object:
         query = urllib.parse.parse_qs(urllib.parse.urlsplit(path).query)
         if path == "/v1/status":
             editions = [self.edition(self, "current"), self.edition(self.new, "next", switches_when_complete=True)]
@@ -184,7 +189,7 @@ class Update(Fleet):
             return {"members": self.members + self.new.members}
         if path.startswith("/v1/placement"):
             return self.new.placement if query.get("fingerprint") == [self.new_fingerprint] else self.placement
-        return super().answer(method, path)
+        return super().answer(method, path, body)
 
 
 def serve(fleet: Fleet) -> http.server.ThreadingHTTPServer:
@@ -208,11 +213,14 @@ def serve(fleet: Fleet) -> http.server.ThreadingHTTPServer:
             self.do_POST()
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
             if fleet.token and self.headers.get("authorization") != f"Bearer {fleet.token}":
                 self.reply(401, "application/json", b'{"code": "unauthorized", "message": "wrong token"}')
                 return
-            answer = fleet.answer(self.command, self.path)
+            if status := fleet.refused.get(self.path):
+                self.reply(status, "application/json", b'{"code": "refused", "message": "that needs another role"}')
+                return
+            answer = fleet.answer(self.command, self.path, json.loads(body) if body else None)
             if answer is None:
                 self.reply(404, "application/json", b'{"code": "not_found", "message": "no such route"}')
             else:

@@ -21,13 +21,15 @@ const HTML: &str = "text/html; charset=utf-8";
 const CSS: &str = "text/css; charset=utf-8";
 const JS: &str = "text/javascript; charset=utf-8";
 
-const FILES: [File; 9] = [
+const FILES: [File; 11] = [
     File { path: "/", content_type: HTML, text: include_str!("../page/index.html") },
     File { path: "/ui/style.css", content_type: CSS, text: include_str!("../page/style.css") },
     File { path: "/ui/main.js", content_type: JS, text: include_str!("../page/main.js") },
     File { path: "/ui/api.js", content_type: JS, text: include_str!("../page/api.js") },
     File { path: "/ui/model.js", content_type: JS, text: include_str!("../page/model.js") },
     File { path: "/ui/heat.js", content_type: JS, text: include_str!("../page/heat.js") },
+    File { path: "/ui/members.js", content_type: JS, text: include_str!("../page/members.js") },
+    File { path: "/ui/goals.js", content_type: JS, text: include_str!("../page/goals.js") },
     File { path: "/ui/charts.js", content_type: JS, text: include_str!("../page/charts.js") },
     File { path: "/ui/uplot.js", content_type: JS, text: include_str!("../page/vendor/uplot.js") },
     File {

@@ -70,8 +70,19 @@ export class Heat {
     event.preventDefault();
     const { x, y } = this.mark ?? { x: -step[0], y: -step[1] };
     this.setMark({
-      x: clamp(x + step[0], this.map.numExperts - 1),
-      y: clamp(y + step[1], this.map.rows.length - 1),
+      x: clamp(x + step[0], this.map.numExperts - 1, 0),
+      y: clamp(y + step[1], this.map.rows.length - 1, 0),
+    });
+    this.reveal();
+  }
+
+  // Scrolls the box so that the mark is seen.
+  reveal() {
+    const box = this.canvas.parentElement;
+    const [left, top] = [LABEL_WIDTH + this.mark.x * this.cell, this.mark.y * this.height];
+    box.scrollTo({
+      left: clamp(box.scrollLeft, left - LABEL_WIDTH, left + this.cell - box.clientWidth),
+      top: clamp(box.scrollTop, top, top + this.height - box.clientHeight),
     });
   }
 
@@ -102,8 +113,8 @@ export class Heat {
   }
 }
 
-function clamp(value, highest) {
-  return Math.max(0, Math.min(highest, value));
+function clamp(value, highest, lowest) {
+  return Math.max(lowest, Math.min(highest, value));
 }
 
 function shorten(context, text, width) {

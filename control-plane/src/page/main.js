@@ -2,11 +2,14 @@
 
 import { ApiError, call, storedToken, storeToken } from "./api.js";
 import { Chart } from "./charts.js";
+import { Goals } from "./goals.js";
 import { Heat } from "./heat.js";
-import { columnsOf, compact, duration, editionsOf, health, heatmap, layerMap, micros, number, select, severityOfState, shortened, summary } from "./model.js";
+import { Members } from "./members.js";
+import { compact, duration, editionsOf, health, heatmap, layerMap, micros, number, shortened, summary } from "./model.js";
 
 const PERIOD_MS = 2000;
-const PAGE_ROWS = 100;
+// The caller's roles may change while the page is open.
+const REFRESHES_PER_CALLER = 10;
 const MAX_EVENTS = 500;
 const ALL_LAYERS = "all";
 
@@ -18,7 +21,6 @@ const state = {
   // Fingerprints of the model that the viewer has chosen, and of the placement. Null while the fleet serves one model.
   chosenModel: null,
   shownModel: null,
-  columns: [],
   events: [],
   lastEvent: 0,
   hasEvents: true,
@@ -28,11 +30,8 @@ const state = {
   caller: null,
   hasCaller: true,
   hasGoals: true,
-  goalsShown: false,
   answeredAt: null,
-  column: "name",
-  descending: false,
-  page: 0,
+  numRefreshes: 0,
 };
 
 const heat = new Heat($("heat"), $("heat-cell"), $("scale"));
@@ -42,6 +41,31 @@ const charts = {
   busy: new Chart($("chart-busy"), ["mean", "highest"], (value) => `${number(value * 100)} %`),
   phases: new Chart($("chart-phases"), ["queue", "compute", "combine"], micros),
 };
+
+const table = new Members(
+  {
+    head: $("member-head"),
+    body: $("member-rows"),
+    filter: $("filter"),
+    count: $("member-count"),
+    pages: $("pages"),
+    back: $("page-back"),
+    pageNumber: $("page-number"),
+    next: $("page-next"),
+  },
+  changeMember,
+);
+const goalsForm = new Goals(
+  {
+    section: $("goals"),
+    form: $("goals-form"),
+    replicas: $("goal-replicas"),
+    spare: $("goal-spare"),
+    inForce: $("goals-in-force"),
+    button: $("goals-change"),
+  },
+  async (goals, text) => (await confirm("Change the goals?", text, "Change")) && act(() => call("PUT", "/v1/goals", goals), "The goals have changed."),
+);
 
 function make(tag, text, className) {
   const element = document.createElement(tag);
@@ -70,15 +94,17 @@ async function refresh() {
   const edition = editions.find((candidate) => candidate.fingerprint === state.chosenModel) ?? editions[0];
   const shownModel = edition?.fingerprint ?? null;
   const { epoch } = edition ?? status;
-  const table = state.placement;
-  const wantsTable = !table || table.epoch !== epoch || table.cluster_id !== status.cluster_id || state.shownModel !== shownModel;
+  const known = state.placement;
+  const wantsPlacement = !known || known.epoch !== epoch || known.cluster_id !== status.cluster_id || state.shownModel !== shownModel;
+  const wantsCaller = !state.caller || state.numRefreshes % REFRESHES_PER_CALLER === 0;
+  state.numRefreshes += 1;
   const [members, placement, events, audit, caller, goals] = await Promise.all([
     call("GET", "/v1/members"),
-    wantsTable ? call("GET", shownModel ? `/v1/placement?fingerprint=${encodeURIComponent(shownModel)}` : "/v1/placement") : table,
+    wantsPlacement ? call("GET", shownModel ? `/v1/placement?fingerprint=${encodeURIComponent(shownModel)}` : "/v1/placement") : known,
     optional("hasEvents", `/v1/events?after=${state.lastEvent}`),
     optional("hasAudit", `/v1/audit?after=${state.lastChange}`),
-    state.caller ? null : optional("hasCaller", "/v1/whoami"),
-    state.goalsShown ? null : optional("hasGoals", "/v1/goals"),
+    wantsCaller ? optional("hasCaller", "/v1/whoami") : null,
+    optional("hasGoals", "/v1/goals"),
   ]);
   Object.assign(state, { status, members: members.members, placement, shownModel, answeredAt: Date.now() });
   if (events) {
@@ -93,7 +119,7 @@ async function refresh() {
     state.changes = [...audit.entries.reverse(), ...state.changes].slice(0, MAX_EVENTS);
   }
   if (caller) showCaller(caller);
-  if (goals) showGoals(goals);
+  if (goals) goalsForm.show(goals);
   const totals = summary(state.members);
   const now = state.answeredAt / 1000;
   charts.tokens.add(now, [totals.tokens]);
@@ -109,7 +135,7 @@ function show(totals) {
   showEditions();
   showLayers();
   showHeat();
-  showMembers();
+  table.show(state.members, mayChange());
   showEvents();
   showChanges();
 }
@@ -199,89 +225,6 @@ function showHeat() {
   heat.show(layer === ALL_LAYERS ? layerMap(placement, members) : heatmap(placement, members, Number(layer), $("server-order").value));
 }
 
-function showMembers() {
-  if (columnsOf(state.members).length !== state.columns.length) showHead();
-  const rows = select(state.members, $("filter").value, state.column, state.descending);
-  const numPages = Math.max(1, Math.ceil(rows.length / PAGE_ROWS));
-  state.page = Math.min(state.page, numPages - 1);
-  const shown = rows.slice(state.page * PAGE_ROWS, (state.page + 1) * PAGE_ROWS);
-  $("member-count").textContent = `${number(rows.length)} of ${number(state.members.length)} members`;
-  // A row that holds the focus stays in place, so that the keyboard does not lose it every two seconds.
-  const focused = document.activeElement?.dataset?.member;
-  $("member-rows").replaceChildren(...shown.map(memberRow));
-  if (focused) document.querySelector(`button[data-member="${CSS.escape(focused)}"]`)?.focus();
-  const pages = [];
-  if (numPages > 1) {
-    const turn = (text, step, isOff) => {
-      const button = make("button", text);
-      button.type = "button";
-      button.disabled = isOff;
-      button.addEventListener("click", () => {
-        state.page += step;
-        showMembers();
-      });
-      return button;
-    };
-    pages.push(
-      turn("Previous", -1, state.page === 0),
-      make("span", `page ${state.page + 1} of ${numPages}`),
-      turn("Next", 1, state.page === numPages - 1),
-    );
-  }
-  $("pages").replaceChildren(...pages);
-}
-
-function memberRow(member) {
-  const row = make("tr");
-  for (const column of state.columns) {
-    const cell = make("td", column.text(member), column.isNumber ? "number" : column.isNote ? "note" : "");
-    if (column.id === "state") {
-      const severity = severityOfState(member);
-      cell.className = severity;
-      cell.prepend(`${{ good: "●", warn: "▲", bad: "✖" }[severity]} `);
-    }
-    row.append(cell);
-  }
-  const action = mayChange() ? { serving: "drain", draining: "resume" }[member.state] : undefined;
-  const cell = make("td");
-  if (action) {
-    const button = make("button", action === "drain" ? "Drain" : "Resume");
-    button.type = "button";
-    button.dataset.member = member.member_id;
-    button.setAttribute("aria-label", `${button.textContent} ${member.name}`);
-    button.addEventListener("click", () => changeMember(member, action));
-    cell.append(button);
-  }
-  row.append(cell);
-  return row;
-}
-
-function showHead() {
-  state.columns = columnsOf(state.members);
-  const cells = state.columns.map((column) => {
-    const cell = make("th", undefined, column.isNumber ? "number" : "");
-    cell.scope = "col";
-    const button = make("button", column.title);
-    button.type = "button";
-    if (column.id === state.column) {
-      button.append(state.descending ? " ↓" : " ↑");
-      cell.ariaSort = state.descending ? "descending" : "ascending";
-    }
-    button.addEventListener("click", () => {
-      state.descending = state.column === column.id ? !state.descending : Boolean(column.isNumber);
-      state.column = column.id;
-      showHead();
-      showMembers();
-      $("member-head").querySelectorAll("button")[state.columns.indexOf(column)].focus();
-    });
-    cell.append(button);
-    return cell;
-  });
-  const action = make("th", "Action");
-  action.scope = "col";
-  $("member-head").replaceChildren(...cells, action);
-}
-
 function showEvents() {
   const shown = state.events.filter((event) => !$("only-problems").checked || event.severity !== "info").slice(0, 200);
   const items = shown.map((event) => {
@@ -317,16 +260,16 @@ function mayChange() {
 }
 
 function showCaller(caller) {
+  const rights = (who) => who && `${who.name} ${who.roles.join()}`;
+  if (rights(caller) !== rights(state.caller)) forgetRefusals();
   state.caller = caller;
   $("caller").textContent = mayChange() ? "" : `${caller.name} may look, and change nothing: that needs the role operator.`;
-  $("goals-form").querySelector("button").disabled = !mayChange();
+  goalsForm.allow(mayChange());
 }
 
-function showGoals(goals) {
-  state.goalsShown = true;
-  $("goals").hidden = false;
-  $("goal-replicas").value = goals.replicas;
-  $("goal-spare").value = goals.spare;
+// What one caller was refused, another may see.
+function forgetRefusals() {
+  Object.assign(state, { hasCaller: true, hasAudit: true, hasEvents: true, hasGoals: true });
 }
 
 function toast(text) {
@@ -366,13 +309,18 @@ async function changeMember(member, action) {
   await act(() => call("POST", `/v1/members/${encodeURIComponent(member.member_id)}/${action}`, action === "drain" ? {} : undefined), `${verb}: ${member.name}`);
 }
 
+// Returns true if the request was carried out.
 async function act(request, done) {
   try {
     await request();
     toast(done);
+    return true;
   } catch (error) {
-    if (error.status === 401) return askToken(error.message);
-    toast(error.message);
+    if (error.status === 401) askToken(error.message);
+    else toast(error.message);
+    // The caller may have lost a role.
+    if (error.status === 403) state.numRefreshes = 0;
+    return false;
   }
 }
 
@@ -387,29 +335,40 @@ async function loop() {
     try {
       await refresh();
       $("freshness").textContent = "live";
+      $("fleet").classList.remove("stale");
+      $("use-token").hidden = Boolean(storedToken()) || state.caller?.credential !== "certificate";
     } catch (error) {
       if (!(error instanceof ApiError)) console.error(error);
-      if (error.status === 401) {
-        askToken(storedToken() ? error.message : "The control plane asks for a token.");
-      } else {
-        $("health").textContent = "no contact";
-        $("health").className = "badge bad";
-        const age = state.answeredAt ? `, last answer ${duration(Date.now() - state.answeredAt)} ago` : "";
-        $("freshness").textContent = `${error.message}${age}`;
-      }
+      if (error.status === 401) askToken(storedToken() ? error.message : "The control plane asks for a token.");
+      else showNoAnswer(error);
     }
     $("forget").hidden = !storedToken();
   }
   setTimeout(loop, PERIOD_MS);
 }
 
+// What the page shows is the last answer: it is dimmed, and the title does not say that all is well.
+function showNoAnswer(error) {
+  const word = { 0: "no contact", 403: "no access", 429: "too many requests", 503: "not ready" }[error.status] ?? "error";
+  $("health").textContent = word;
+  $("health").className = "badge bad";
+  document.title = `${word} · Switchyard`;
+  const age = state.answeredAt ? `, last answer ${duration(Date.now() - state.answeredAt)} ago` : "";
+  $("freshness").textContent = `${error.message}${age}`;
+  $("fleet").classList.add("stale");
+  $("problems").replaceChildren();
+  $("use-token").hidden = error.status !== 403 || Boolean(storedToken());
+}
+
 $("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
   storeToken($("token").value.trim());
-  Object.assign(state, { caller: null, hasCaller: true, hasAudit: true });
+  state.caller = null;
+  forgetRefusals();
   $("token").value = "";
   $("token-dialog").close();
 });
+$("use-token").addEventListener("click", () => askToken("The token's roles take the place of the certificate's."));
 $("forget").addEventListener("click", () => {
   storeToken(null);
   location.reload();
@@ -421,23 +380,12 @@ $("theme").addEventListener("click", () => {
   for (const chart of Object.values(charts)) chart.build();
   heat.draw();
 });
-$("goals-form").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const goals = { replicas: Number($("goal-replicas").value), spare: Number($("goal-spare").value) };
-  const text = `${goals.replicas} replicas of each expert at least, and ${number(goals.spare * 100)} % beyond that.`;
-  if (await confirm("Change the goals?", text, "Change")) await act(() => call("PUT", "/v1/goals", goals), "The goals have changed.");
-});
 $("layer").addEventListener("change", showHeat);
 $("model-choice").addEventListener("change", () => {
   // Its placement comes with the next answers.
   state.chosenModel = $("model-choice").value;
 });
 $("server-order").addEventListener("change", showHeat);
-$("filter").addEventListener("input", () => {
-  state.page = 0;
-  showMembers();
-});
 $("only-problems").addEventListener("change", showEvents);
 
-showHead();
 loop();
