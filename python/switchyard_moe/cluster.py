@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import http.client
 import json
 import os
 import queue
@@ -177,9 +178,23 @@ class LocalCluster:
         self._process(name).kill(self._timeout)
 
     def freeze(self, name: str) -> None:
-        """Stop the threads of a server with SIGSTOP. Its connections stay open, and it answers nothing."""
+        """Stop the threads of a server with SIGSTOP, and wait until all have stopped.
+
+        Its connections stay open, and it answers nothing.
+
+        :raises ClusterError: it ends, or a thread still runs after the cluster's timeout.
+        """
         self._check_name(name)
-        self._process(name).signal(signal.SIGSTOP)
+        process = self._process(name)
+        process.signal(signal.SIGSTOP)
+        deadline = time.monotonic() + self._timeout
+        # The thread that takes the signal may be the last to get a processor.
+        while not process.has_stopped():
+            if not process.is_running():
+                process.raise_early_end()
+            if time.monotonic() >= deadline:
+                raise ClusterError(f"{name} still runs {self._timeout} s after SIGSTOP")
+            time.sleep(0.001)
 
     def thaw(self, name: str) -> None:
         """Let a frozen server go on."""
@@ -216,21 +231,21 @@ class LocalCluster:
         self._start(name)
         self._wait_serving(name, lambda: None)
 
-    def wait_connected(self, name: str, clients: int = 1) -> None:
-        """Wait until a server has connections with at least ``clients`` clients.
+    def wait_connected(self, name: str, connections: int = 1) -> None:
+        """Wait until clients have at least ``connections`` connections with a server. A client has one for each lane.
 
-        Without the control plane, a client has no tickets for servers that it has not connected with.
+        A client that is not connected with a restarted server cannot find it without the control plane.
 
         :raises ClusterError: the server ends, or has fewer within the cluster's timeout.
         """
         self._check_name(name)
         process = self._process(name)
         deadline = time.monotonic() + self._timeout
-        while (found := self._num_links(name)) < clients:
+        while (found := self._num_links(name)) < connections:
             if not process.is_running():
                 process.raise_early_end()
             if time.monotonic() >= deadline:
-                text = f"{name} has {found} of {clients} clients after {self._timeout} s{process.quote()}"
+                text = f"{name} has {found} of {connections} connections after {self._timeout} s{process.quote()}"
                 raise ClusterError(text)
             time.sleep(0.05)
 
@@ -297,7 +312,7 @@ class LocalCluster:
         try:
             with _DIRECT.open(f"http://{self._metrics[name]}/metrics", timeout=5.0) as response:
                 lines = response.read().decode().splitlines()
-        except OSError:
+        except (OSError, http.client.HTTPException):
             # The server is busy, or ends: the caller looks again.
             return 0
         return next((int(float(line.split()[-1])) for line in lines if line.startswith(LINKS + " ")), 0)
@@ -349,6 +364,16 @@ class _Process:
 
     def is_running(self) -> bool:
         return self._child.poll() is None
+
+    def has_stopped(self) -> bool:
+        """Return whether no thread runs, as after SIGSTOP."""
+        # The state follows the name, which is in parentheses and may hold any character.
+        try:
+            stats = [path.read_text(errors="replace") for path in Path(f"/proc/{self.pid}/task").glob("*/stat")]
+        except OSError:
+            # A thread has ended meanwhile.
+            return False
+        return bool(stats) and all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
     def signal(self, number: signal.Signals) -> None:
         self._child.send_signal(number)

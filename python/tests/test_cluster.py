@@ -114,12 +114,12 @@ def test_a_restarted_server_is_connected_before_the_control_plane_ends(experts: 
             cluster.wait_connected("server-1")
 
 
-def test_a_wait_for_clients_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_connections_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with switchyard_moe.LocalCluster(TINY, servers=1) as cluster, cluster.client():
-        cluster.wait_connected("server-0", clients=1)
+        cluster.wait_connected("server-0", connections=1)
         monkeypatch.setattr(cluster, "_timeout", 0.2)
-        with pytest.raises(switchyard_moe.ClusterError, match=r"server-0 has 1 of 2 clients after 0\.2 s"):
-            cluster.wait_connected("server-0", clients=2)
+        with pytest.raises(switchyard_moe.ClusterError, match=r"server-0 has 1 of 2 connections after 0\.2 s"):
+            cluster.wait_connected("server-0", connections=2)
 
 
 def test_an_expert_without_a_replica_ends_the_call(inputs: Inputs) -> None:

@@ -29,7 +29,7 @@ def disturb(cluster: switchyard_moe.LocalCluster, row: dict[str, Any]) -> None:
         case 1:
             cluster.restart("server-0")
         case 3:
-            # A client without a connection to the new server has no ticket for it afterwards.
+            # A client that is not connected with the new server cannot find it afterwards.
             cluster.wait_connected("server-0")
             cluster.stop_control_plane()
         case 4:
@@ -93,7 +93,7 @@ def test_vllm_server_goes_on_through_deaths(tiny_cluster: switchyard_moe.LocalCl
             client.join(harness.TIMEOUT)
         check(server)
         tiny_cluster.restart("server-0")
-        # A client without a connection to the new server has no ticket for it afterwards.
+        # A client that is not connected with the new server cannot find it afterwards.
         tiny_cluster.wait_connected("server-0")
         answers.clear()
         failures.clear()
