@@ -166,6 +166,7 @@ impl Server {
         let exposure = Exposure {
             security: config.security.clone(),
             listen: config.listen.clone(),
+            advertise: roles.group().own_url,
             local_addr,
         };
         let following = guarding.access.tokens.clone().map(|tokens| {

@@ -27,6 +27,15 @@ KUBERNETES_VERSIONS = ["1.29", "1.32", "1.35"]
 
 CLAIM = {"volume": {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}}}
 BASE = {"token": {"existingSecret": "cluster"}, "tls": {"existingSecret": "fleet-tls"}, "model": CLAIM}
+ETCD = {
+    "store": "etcd",
+    "etcd": {
+        "endpoints": ["https://etcd-0.etcd.db.svc:2379", "https://etcd-1.etcd.db.svc:2379"],
+        "tlsSecret": "etcd-tls",
+    },
+}
+PLAIN_ETCD = {"store": "etcd", "etcd": {"endpoints": ["http://10.0.0.5:2379"], "insecure": True}}
+ROLES = {"existingSecret": "cluster", "rolesKey": "tokens"}
 GOOD = {
     "defaults": BASE,
     "own token": {**BASE, "token": {"value": "0123456789abcdef"}},
@@ -40,6 +49,28 @@ GOOD = {
         "tls": {"existingSecret": "fleet-tls", "controlPlaneSecret": "control-tls"},
     },
     "plain text": {**BASE, "tls": {"insecure": True}},
+    "control planes on etcd": {**BASE, "controlPlane": ETCD},
+    "two control planes, all that etcd can ask for, and tokens with roles": {
+        **BASE,
+        "token": {**ROLES, "clusterKey": "cluster"},
+        "podMonitor": {"enabled": True},
+        "controlPlane": {
+            **ETCD,
+            "count": 2,
+            "auditLog": "stdout",
+            "affinity": {"nodeAffinity": {}},
+            "etcd": {
+                **ETCD["etcd"],
+                "prefix": "/fleet",
+                "leaseSeconds": 5,
+                "user": "experts",
+                "passwordSecret": "etcd-password",
+                "clientCertificate": True,
+            },
+        },
+    },
+    "plain text to etcd and between pods": {**BASE, "tls": {"insecure": True}, "controlPlane": PLAIN_ETCD},
+    "the audit log in the output": {**BASE, "controlPlane": {"auditLog": "stdout"}},
     "fixed parts": {**BASE, "controlPlane": {"placement": "fixed", "servers": 4}},
     "names by DNS": {**BASE, "discovery": "dns"},
     "endpoints by the API server": {**BASE, "discovery": "kubernetes"},
@@ -51,7 +82,7 @@ GOOD = {
     },
     "tokens with roles, and alerts": {
         **BASE,
-        "token": {"existingSecret": "cluster", "rolesKey": "tokens"},
+        "token": ROLES,
         "podMonitor": {"enabled": True},
         "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
         "networkPolicy": {"transportPorts": None},
@@ -82,12 +113,41 @@ GOOD = {
         },
     },
 }
+
+
+def on_etcd(etcd: dict, **control_plane: object) -> dict:
+    """Values of control planes on etcd, with some replaced."""
+    return {**BASE, "controlPlane": {**ETCD, **control_plane, "etcd": {**ETCD["etcd"], **etcd}}}
+
+
 # Values that must be refused, with a part of the message.
 BAD = {
     "no token": ({**BASE, "token": {}}, "token.existingSecret"),
     "no certificate": ({**BASE, "tls": {}}, "tls.existingSecret"),
     "a certificate of servers only": ({**BASE, "tls": {"expertServersSecret": "server-tls"}}, "tls.controlPlaneSecret"),
     "an audit log outside of the state": ({**BASE, "controlPlane": {"auditLog": "../audit"}}, "auditLog"),
+    "several control planes with a store of their own": ({**BASE, "controlPlane": {"count": 2}}, "store=etcd"),
+    "an unknown store": ({**BASE, "controlPlane": {"store": "consul"}}, "store"),
+    "etcd without endpoints": ({**BASE, "controlPlane": {"store": "etcd"}}, "etcd.endpoints"),
+    "endpoints without etcd": (on_etcd(etcd={}, store="embedded"), "store=etcd"),
+    "an endpoint that is no URL": (on_etcd(etcd={"endpoints": ["etcd:2379"]}), "endpoints"),
+    "two endpoints in one": (on_etcd(etcd={"endpoints": ["https://a:2379,https://b:2379"]}), "endpoints"),
+    "a password inside of an endpoint": (on_etcd(etcd={"endpoints": ["https://u:p@a:2379"]}), "endpoints"),
+    "etcd without its authority": (on_etcd(etcd={"tlsSecret": ""}), "etcd.tlsSecret"),
+    "etcd in plain text": (on_etcd(etcd={"endpoints": ["http://a:2379"]}), "etcd.insecure"),
+    "a user of etcd without a password": (on_etcd(etcd={"user": "experts"}), "etcd.passwordSecret"),
+    "a password of etcd without a user": (on_etcd(etcd={"passwordSecret": "p"}), "etcd.user"),
+    "a certificate for etcd without a Secret": (
+        {**BASE, "controlPlane": {**PLAIN_ETCD, "etcd": {**PLAIN_ETCD["etcd"], "clientCertificate": True}}},
+        "etcd.tlsSecret",
+    ),
+    "a lease of etcd below the least": (on_etcd(etcd={"leaseSeconds": 1}), "leaseSeconds"),
+    "an audit log without a volume": (on_etcd(etcd={}, auditLog="audit.jsonl"), "stdout"),
+    "roles on etcd without a token of the cluster": ({**on_etcd(etcd={}), "token": ROLES}, "token.clusterKey"),
+    "servers with the token of the cluster": (
+        {**on_etcd(etcd={}), "token": {**ROLES, "clusterKey": "token"}},
+        "every role",
+    ),
     "no model": ({**BASE, "model": {}}, "model.volume"),
     "an unknown value": ({**BASE, "expertServer": {}}, "expertServer"),
     "an unknown kind": ({**BASE, "expertServers": {"kind": "Deployment"}}, "kind"),
@@ -187,16 +247,25 @@ def check_security(name: str, values: dict, objects: list[dict]) -> None:
             for item in volumes[volume].get("secret", {}).get("items", [])
         }
         roles = bool(values["token"].get("rolesKey")) and container["name"] == "control-plane"
-        wanted = {env["SWITCHYARD_TOKENS_FILE" if roles else "SWITCHYARD_TOKEN_FILE"]["value"]}
+        wanted = {entry["value"] for key, entry in env.items() if key.endswith("_FILE")}
         if wanted != files:
             fail(f"{label}: expects the secrets {sorted(wanted)}, and {sorted(files)} are mounted")
+        tokens = keys_of(pod, "SWITCHYARD_TOKENS_FILE"), keys_of(pod, "SWITCHYARD_TOKEN_FILE")
+        cluster = "cluster" if values.get("controlPlane", {}).get("store") == "etcd" else None
+        if tokens != ((("tokens", cluster)) if roles else (None, "token")):
+            fail(f"{label}: has the keys {tokens} of the Secret")
         role = {"control-plane": "controlPlane", "expert-server": "expertServers"}[container["name"]]
         tls = values["tls"].get(f"{role}Secret") or values["tls"].get("existingSecret")
         mounted = volumes["tls"]["secret"]["secretName"] if "tls" in volumes else None
-        if mounted != tls or (mounted is not None) != ("tls" in mounts) or (mounted is None) == ("SWITCHYARD_TLS" in env):
+        if (
+            mounted != tls
+            or (mounted is not None) != ("tls" in mounts)
+            or (mounted is None) == ("SWITCHYARD_TLS" in env)
+        ):
             fail(f"{label}: has the certificate {mounted}, expected {tls}")
         audit = values.get("controlPlane", {}).get("auditLog") if role == "controlPlane" else None
-        path = f"{mounts['state']['mountPath']}/{audit}" if audit else None
+        path = f"{mounts['state']['mountPath']}/{audit}" if audit and audit != "stdout" else None
+        path = "/dev/stdout" if audit == "stdout" else path
         if env.get("SWITCHYARD_AUDIT_LOG", {}).get("value") != path:
             fail(f"{label}: the audit log is {env.get('SWITCHYARD_AUDIT_LOG')}, expected {path}")
         for volume in volumes.values():
@@ -217,6 +286,81 @@ def check_security(name: str, values: dict, objects: list[dict]) -> None:
             is_open = any(entry["port"] <= port["containerPort"] <= entry["endPort"] for entry in ranges)
             if is_open and port["name"] in ("weights", "metrics"):
                 fail(f"{name}: clients reach the port {port['name']}")
+
+
+def keys_of(pod: dict, variable: str) -> str | None:
+    """The key of the Secret that a variable with a file names."""
+    [container] = pod["spec"]["containers"]
+    paths = [entry["value"] for entry in container["env"] if entry["name"] == variable]
+    for volume in pod["spec"]["volumes"]:
+        [mount] = [mount for mount in container["volumeMounts"] if mount["name"] == volume["name"]]
+        for item in volume.get("secret", {}).get("items", []):
+            if [f"{mount['mountPath']}/{item['path']}"] == paths:
+                return item["key"]
+    return None
+
+
+def check_store(name: str, values: dict, objects: list[dict]) -> None:
+    """One control plane has a volume. Several have etcd, a name for each, other nodes, and a budget for disruptions."""
+    given = values.get("controlPlane", {})
+    [control] = [
+        item for item in objects if item["kind"] == "StatefulSet" and item["metadata"]["name"].endswith("control")
+    ]
+    spec = control["spec"]
+    pod = spec["template"]["spec"]
+    [container] = pod["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    label = f"{name}: control plane"
+    budgets = [
+        item
+        for item in objects
+        if item["kind"] == "PodDisruptionBudget" and item["metadata"]["name"].endswith("control")
+    ]
+    if given.get("store") != "etcd":
+        if spec["replicas"] != 1 or len(spec["volumeClaimTemplates"]) != 1 or budgets:
+            fail(f"{label}: {spec['replicas']} with {spec.get('volumeClaimTemplates')} and {budgets}")
+        if env["SWITCHYARD_DATA_DIR"] != "/state" or any("ETCD" in key for key in env):
+            fail(f"{label}: has the variables {env}")
+        return
+    if spec["replicas"] != given.get("count", 3) or "volumeClaimTemplates" in spec or "SWITCHYARD_DATA_DIR" in env:
+        fail(f"{label}: {spec['replicas']} with {spec.get('volumeClaimTemplates')}")
+    [budget] = budgets
+    if budget["spec"]["maxUnavailable"] != 1:
+        fail(f"{label}: {budget['spec']}")
+    etcd = given["etcd"]
+    has_certificate = etcd.get("clientCertificate", False)
+    expected = {
+        "SWITCHYARD_STORE": "etcd",
+        "SWITCHYARD_ETCD_ENDPOINTS": ",".join(etcd["endpoints"]),
+        "SWITCHYARD_ETCD_PREFIX": etcd.get("prefix", "/switchyard/experts/demo"),
+        "SWITCHYARD_ETCD_LEASE_S": str(etcd.get("leaseSeconds", 3)),
+        "SWITCHYARD_ETCD_USER": etcd.get("user"),
+        "SWITCHYARD_ETCD_PASSWORD_FILE": "/etcd-password/password" if "user" in etcd else None,
+        "SWITCHYARD_ETCD_CA": "/etcd-tls/ca.crt" if "tlsSecret" in etcd else None,
+        "SWITCHYARD_ETCD_CERT": "/etcd-tls/tls.crt" if has_certificate else None,
+        "SWITCHYARD_ETCD_KEY": "/etcd-tls/tls.key" if has_certificate else None,
+    }
+    found = {key: env.get(key) for key in expected}
+    if found != expected:
+        fail(f"{label}: has {found}, expected {expected}")
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    secrets = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"]}
+    for path, secret in [("/etcd-tls", etcd.get("tlsSecret")), ("/etcd-password", etcd.get("passwordSecret"))]:
+        if secrets.get(mounts.get(path)) != secret:
+            fail(f"{label}: {path} is {mounts.get(path)}, expected the Secret {secret}")
+    terms = pod["affinity"].get("podAntiAffinity", {}).get("preferredDuringSchedulingIgnoredDuringExecution", [])
+    keys = {term["podAffinityTerm"]["topologyKey"] for term in terms}
+    labels = spec["template"]["metadata"]["labels"]
+    if not all(selects(term["podAffinityTerm"]["labelSelector"]["matchLabels"], labels) for term in terms):
+        fail(f"{label}: the anti-affinity does not select its own pods: {terms}")
+    if ("affinity" not in given) != (keys == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}):
+        fail(f"{label}: has the affinity {pod['affinity']}")
+    # The name of a pod, as its Service gives it.
+    host = f"$(POD_NAME).{spec['serviceName']}.experts.svc"
+    scheme = "http" if values["tls"].get("insecure") else "https"
+    port = container["ports"][0]["containerPort"]
+    if env["SWITCHYARD_CONTROL_ADVERTISE"] != f"{scheme}://{host}:{port}":
+        fail(f"{label}: advertises {env['SWITCHYARD_CONTROL_ADVERTISE']}")
 
 
 def pods_of(objects: list[dict]) -> list[dict]:
@@ -311,6 +455,10 @@ def check_names(chart: helm_python.Chart) -> None:
     names = [set(command.replace("\\\n", " ").split()) for command in commands]
     if len(names) != 3:
         fail(f"{GUIDE.name}: found {len(names)} certificates, expected 3")
+    rendered = str(chart.render({**BASE, "controlPlane": ETCD}, name="experts", namespace="default"))
+    pods = re.findall(r"https://\$\(POD_NAME\)(\.[^:]+):", rendered)
+    if len(pods) != 1 or any(f"'*{pods[0]}'" not in names[nth] for nth in (0, 1)):
+        fail(f"{GUIDE.name}: no wildcard of a certificate has the names *{pods} of control planes on etcd: {names}")
     for label, text in texts.items():
         hosts = set(re.findall(r"dns://([^:/`]+):", text))
         if not hosts:
@@ -335,6 +483,7 @@ def main() -> None:
                 check_object(name, item)
             check_references(name, objects, known_variables)
             check_discovery(name, values, objects)
+            check_store(name, values, objects)
             check_security(name, values, objects)
             num_objects += len(objects)
         check_names(chart)

@@ -21,7 +21,7 @@ impl fmt::Display for Foreign {
         f.write_str(match self {
             Self::Origin => "a page of another site may change nothing: use the page of this control plane",
             Self::Host => {
-                "the header Host names another host: use localhost or the IP address that this control plane listens on"
+                "the header Host names another host: use localhost, or an address at which this control plane listens or that it advertises"
             }
         })
     }
@@ -47,8 +47,8 @@ pub(super) fn check_origin(headers: &HeaderMap) -> Result<(), Foreign> {
     }
 }
 
-/// Checks that a request to a loopback address was meant for it: `Host` is an address, localhost, or the name that the
-/// settings say to listen on.
+/// Checks that a request to a loopback address was meant for it: `Host` is an address, localhost, or a name of this control
+/// plane in its settings. Followers use the advertised one.
 pub(super) fn check_local_host(headers: &HeaderMap, exposure: &Exposure) -> Result<(), Foreign> {
     let Some(value) = headers.get(HOST) else { return Ok(()) };
     let host = value.to_str().map_err(|_| Foreign::Host)?;
@@ -56,7 +56,7 @@ pub(super) fn check_local_host(headers: &HeaderMap, exposure: &Exposure) -> Resu
     let is_local = name.trim_matches(['[', ']']).parse::<IpAddr>().is_ok()
         || name.eq_ignore_ascii_case("localhost")
         || name.to_ascii_lowercase().ends_with(".localhost")
-        || name.eq_ignore_ascii_case(host_of(&exposure.listen));
+        || exposure.own_names().any(|own| name.eq_ignore_ascii_case(host_of(own)));
     if is_local { Ok(()) } else { Err(Foreign::Host) }
 }
 
@@ -106,6 +106,7 @@ mod tests {
         let exposure = Exposure {
             security: Security::default(),
             listen: "planes:7070".to_owned(),
+            advertise: Some("https://Plane-0.example:443/".to_owned()),
             local_addr: ([127, 0, 0, 1], 7070).into(),
         };
         let check = |host| check_local_host(&headers(&[("host", host)]), &exposure).is_ok();
@@ -117,6 +118,8 @@ mod tests {
             "[::1]:7070",
             "[::1]",
             "planes:7070",
+            "plane-0.example",
+            "plane-0.example:7070",
         ] {
             assert!(check(own), "{own}");
         }
@@ -125,10 +128,16 @@ mod tests {
             "evil.example:7070",
             "localhost.evil.example",
             "127.0.0.1.evil.example:7070",
+            "example",
+            "plane-1.example:443",
             "",
         ] {
             assert!(!check(other), "{other}");
         }
         assert!(check_local_host(&HeaderMap::new(), &exposure).is_ok());
+        let alone = Exposure { advertise: None, ..exposure };
+        let foreign = headers(&[("host", "plane-0.example")]);
+        assert_eq!(check_local_host(&foreign, &alone), Err(Foreign::Host));
+        assert_eq!(check_local_host(&headers(&[("host", "")]), &alone), Err(Foreign::Host));
     }
 }

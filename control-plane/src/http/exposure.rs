@@ -10,6 +10,8 @@ pub(crate) struct Exposure {
     pub(crate) security: Security,
     /// The address of the settings.
     pub(crate) listen: String,
+    /// URL at which other control planes reach this one, if there are several.
+    pub(crate) advertise: Option<String>,
     pub(crate) local_addr: SocketAddr,
 }
 
@@ -17,6 +19,13 @@ impl Exposure {
     /// Names plain text that other hosts can reach.
     pub(crate) fn insecure(&self) -> Option<String> {
         self.security.exposure(self.local_addr)
+    }
+
+    /// Each `host:port` by which the settings name this control plane.
+    pub(crate) fn own_names(&self) -> impl Iterator<Item = &str> {
+        let url = self.advertise.as_deref().unwrap_or_default();
+        let authority = url.split_once("://").and_then(|(_, rest)| rest.split('/').next());
+        [self.listen.as_str()].into_iter().chain(authority)
     }
 
     /// Why the TLS files on the disk cannot be used.

@@ -552,6 +552,30 @@ async fn a_leader_that_stops_hands_over() {
 }
 
 /// Settings and states that cannot work are refused at the start, with one line.
+/// A follower without a token sends the host of the leader's URL, which a leader on loopback could take for that of a page.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_tokens_a_leader_answers_to_the_name_that_it_advertises() {
+    let etcd = EtcdCluster::start(1);
+    let endpoints = etcd.endpoints();
+    let mut config = shared_config(endpoints.iter().map(String::as_str), "127.0.0.1:0");
+    config.token = None;
+    config.etcd.as_mut().unwrap().advertise = Some("http://plane.test:7070".to_owned());
+    let plane = Plane::start(config).await;
+    let client = ControlClient::new(&plane.url(), None).unwrap();
+    eventually("leader", async || client.leader().await.is_ok_and(|info| info.leads)).await;
+    let ask = async |host: &str| {
+        let request = format!(
+            "POST /v1/tickets/revoke HTTP/1.1\r\nhost: {host}\r\nx-switchyard-forwarded: 1\r\nconnection: close\r\n\r\n"
+        );
+        raw(plane.addr, request.as_bytes()).await
+    };
+    let answer = ask("plane.test:7070").await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    let answer = ask("page.test:7070").await;
+    assert!(answer.starts_with("HTTP/1.1 403") && answer.contains("header Host"), "{answer}");
+    plane.stop().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_start_that_cannot_work_is_explained() {
     let mut etcd = EtcdCluster::start(3);

@@ -62,6 +62,12 @@ pub enum EtcdError {
     /// User name or password are missing or wrong.
     #[error("etcd at {url} refuses the credentials ({reason}): check the user name and password")]
     Credentials { url: String, reason: String },
+    /// etcd takes no certificate with a Common Name beside a user.
+    #[error(
+        "etcd at {url} refuses the certificate, because it has a Common Name: with users, etcd's JSON interface takes \
+         only certificates without one"
+    )]
+    CommonName { url: String },
     /// The user may not access the keys.
     #[error(
         "etcd at {url} denies access ({reason}): grant the user read and write access to the prefix"
@@ -298,6 +304,10 @@ impl EtcdClient {
         }
         match serde_json::from_slice::<Refusal>(&bytes) {
             Ok(refusal) => Err(refusal.classify(url, path)),
+            // A line of text in place of JSON.
+            Err(_) if String::from_utf8_lossy(&bytes).contains("CommonName") => {
+                Err(Failure::Final(EtcdError::CommonName { url: url.to_string() }))
+            }
             Err(_) => Err(not_etcd(format!("status {status} for /v3/{path}"))),
         }
     }

@@ -49,6 +49,74 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- default .Values.tls.existingSecret .Values.tls.expertServersSecret -}}
 {{- end -}}
 
+{{/* Number of control planes. */}}
+{{- define "switchyard.controlPlaneCount" -}}
+{{- $values := .Values.controlPlane -}}
+{{- $count := int $values.count -}}
+{{- if eq $values.store "etcd" -}}
+{{- default 3 $count -}}
+{{- else if $values.etcd.endpoints -}}
+{{- fail "controlPlane.etcd.endpoints needs controlPlane.store=etcd" -}}
+{{- else if gt $count 1 -}}
+{{- fail (printf "controlPlane.count=%d needs controlPlane.store=etcd: the embedded store belongs to one process" $count) -}}
+{{- else -}}
+1
+{{- end -}}
+{{- end -}}
+
+{{/* Variables of a control plane on etcd, after checks of their values. */}}
+{{- define "switchyard.etcdEnv" -}}
+{{- $etcd := .Values.controlPlane.etcd -}}
+{{- if not $etcd.endpoints }}
+{{- fail "controlPlane.store=etcd needs controlPlane.etcd.endpoints, such as https://etcd-0.etcd.databases.svc:2379" }}
+{{- end }}
+{{- range $etcd.endpoints }}
+{{- if hasPrefix "https://" . }}
+{{- if not $etcd.tlsSecret }}
+{{- fail (printf "%s needs controlPlane.etcd.tlsSecret, a Secret with the authority of etcd under ca.crt" .) }}
+{{- end }}
+{{- else if not $etcd.insecure }}
+{{- fail (printf "%s is plain text: use https, or set controlPlane.etcd.insecure=true" .) }}
+{{- end }}
+{{- end }}
+{{- if ne (empty $etcd.user) (empty $etcd.passwordSecret) }}
+{{- fail "set both controlPlane.etcd.user and controlPlane.etcd.passwordSecret, or neither" }}
+{{- end }}
+{{- if and $etcd.clientCertificate (not $etcd.tlsSecret) }}
+{{- fail "controlPlane.etcd.clientCertificate needs controlPlane.etcd.tlsSecret" }}
+{{- end }}
+{{- if and .Values.token.rolesKey (not .Values.token.clusterKey) }}
+{{- fail "token.rolesKey with controlPlane.store=etcd needs token.clusterKey: control planes know each other by that token" }}
+{{- end }}
+{{- if and .Values.token.rolesKey (has .Values.token.clusterKey (list "token" .Values.token.rolesKey)) }}
+{{- fail (printf "token.clusterKey=%s is not a key of its own: servers would have every role" .Values.token.clusterKey) }}
+{{- end }}
+- name: SWITCHYARD_STORE
+  value: etcd
+- name: SWITCHYARD_ETCD_ENDPOINTS
+  value: {{ join "," $etcd.endpoints | quote }}
+- name: SWITCHYARD_ETCD_PREFIX
+  value: {{ default (printf "/switchyard/%s/%s" .Release.Namespace .Release.Name) $etcd.prefix | quote }}
+- name: SWITCHYARD_ETCD_LEASE_S
+  value: {{ $etcd.leaseSeconds | int | quote }}
+{{- with $etcd.user }}
+- name: SWITCHYARD_ETCD_USER
+  value: {{ . | quote }}
+- name: SWITCHYARD_ETCD_PASSWORD_FILE
+  value: /etcd-password/password
+{{- end }}
+{{- if $etcd.tlsSecret }}
+- name: SWITCHYARD_ETCD_CA
+  value: /etcd-tls/ca.crt
+{{- if $etcd.clientCertificate }}
+- name: SWITCHYARD_ETCD_CERT
+  value: /etcd-tls/tls.crt
+- name: SWITCHYARD_ETCD_KEY
+  value: /etcd-tls/tls.key
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "switchyard.commonEnv" -}}
 {{- $control := include "switchyard.controlPlaneTls" . -}}
 {{- if ne (empty $control) (empty (include "switchyard.expertServersTls" .)) }}

@@ -79,7 +79,21 @@ fn an_etcd_with_tls_needs_its_authority_and_a_certificate() {
     assert!(err.contains("requires a client certificate") || err.contains("refuses"), "{err}");
     let other = dir.path().join("other.pem");
     std::fs::write(&other, Authority::generate().unwrap().cert_pem()).unwrap();
-    let foreign = TlsFiles { ca: Some(other), ..files };
+    let foreign = TlsFiles { ca: Some(other), ..files.clone() };
     let err = open(&security(foreign)).load().unwrap_err().to_string();
     assert!(err.contains("not signed by an authority that this side trusts"), "{err}");
+
+    // With users, etcd refuses the certificate for its Common Name.
+    let client = EtcdClient::new(&endpoints, None, &security(files.clone())).unwrap();
+    for (path, body) in [
+        ("auth/user/add", json!({ "name": "root", "password": "secret" })),
+        ("auth/role/add", json!({ "name": "root" })),
+        ("auth/user/grant", json!({ "user": "root", "role": "root" })),
+        ("auth/enable", json!({})),
+    ] {
+        let call = client.call::<serde_json::Value>(path, &body, Duration::from_secs(20));
+        runtime.block_on(call).unwrap();
+    }
+    let err = open(&security(files)).load().unwrap_err().to_string();
+    assert!(err.contains("because it has a Common Name"), "{err}");
 }
