@@ -8,6 +8,8 @@ import { columnsOf, compact, duration, editionsOf, health, heatmap, layerMap, mi
 const PERIOD_MS = 2000;
 const PAGE_ROWS = 100;
 const MAX_EVENTS = 500;
+const MAX_CHANGES = 200;
+const MAX_TICKETS = 100;
 const ALL_LAYERS = "all";
 
 const $ = (id) => document.getElementById(id);
@@ -23,6 +25,7 @@ const state = {
   lastEvent: 0,
   hasEvents: true,
   changes: [],
+  tickets: [],
   lastChange: 0,
   hasAudit: true,
   caller: null,
@@ -88,9 +91,12 @@ async function refresh() {
     state.events = [...events.events.reverse(), ...state.events].slice(0, MAX_EVENTS);
   }
   if (audit) {
-    if (audit.last_seq < state.lastChange) state.changes = [];
+    if (audit.last_seq < state.lastChange) state.changes = state.tickets = [];
     state.lastChange = audit.last_seq;
-    state.changes = [...audit.entries.reverse(), ...state.changes].slice(0, MAX_EVENTS);
+    // A large fleet gets many tickets. They push no change out of the list.
+    const newest = audit.entries.reverse();
+    state.changes = [...newest.filter((entry) => !entry.tickets), ...state.changes].slice(0, MAX_CHANGES);
+    state.tickets = [...newest.filter((entry) => entry.tickets), ...state.tickets].slice(0, MAX_TICKETS);
   }
   if (caller) showCaller(caller);
   if (goals) showGoals(goals);
@@ -297,7 +303,8 @@ function showEvents() {
 
 function showChanges() {
   $("changes").hidden = !state.hasAudit;
-  const rows = state.changes.slice(0, 200).map((entry) => {
+  const entries = [...state.changes, ...state.tickets].sort((a, b) => b.seq - a.seq);
+  const rows = entries.map((entry) => {
     const row = make("tr");
     const time = make("td");
     time.append(make("time", new Date(entry.unix_ms).toLocaleTimeString()));
