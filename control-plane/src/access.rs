@@ -4,6 +4,7 @@ pub(crate) mod audit;
 mod audit_budget;
 pub(crate) mod metrics;
 pub(crate) mod rates;
+mod ticket_audit;
 pub(crate) mod tokens;
 
 use std::fmt;
@@ -85,6 +86,11 @@ impl Caller {
     pub(crate) fn observer(&self) -> String {
         let name = if self.is_identified() { &self.name } else { "" };
         format!("{name} {}", rates::site(self.address))
+    }
+
+    /// Text of the caller's host. An IPv6 address counts with its /64.
+    pub(crate) fn site(&self) -> String {
+        rates::site(self.address).to_string()
     }
 
     /// Name of the caller's budget in the audit log. Callers without an identity have one for each address.

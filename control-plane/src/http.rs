@@ -194,7 +194,7 @@ fn all_routes() -> Vec<Route> {
         change(Method::POST, "/v1/members/{id}/resume", operator, post(routes::resume))
             .audited("resume"),
         change(Method::POST, "/v1/members/{id}/suspect", reporters, post(routes::suspect)),
-        change(Method::POST, "/v1/tickets", reporters, post(tickets::issue)),
+        change(Method::POST, "/v1/tickets", reporters, post(tickets::issue)).audited(guard::TICKET),
         change(Method::POST, "/v1/tickets/revoke", operator, post(tickets::revoke))
             .audited("revoke_tickets"),
     ]

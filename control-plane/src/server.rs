@@ -173,6 +173,8 @@ impl Server {
             let task = tokens.follow(guarding.metrics.clone(), guarding.audit.clone());
             AbortOnDrop(tokio::spawn(task))
         });
+        let audit = guarding.audit.clone();
+        let counting = AbortOnDrop(tokio::spawn(audit.clone().follow_tickets()));
         let (stopped, limits_of_app) = (stopping.clone(), limits.clone());
         let app = App::new(roles, boards, metrics, limits_of_app, guarding, exposure, stopped);
         let router = http::router(app);
@@ -215,7 +217,8 @@ impl Server {
             Some(outcome) => outcome,
             None => deciding.await,
         };
-        drop(following);
+        drop((following, counting));
+        tokio::task::spawn_blocking(move || audit.close()).await.map_err(panicked)?;
         served.map_err(panicked)?;
         decided.map_err(panicked)?.map_err(RunError::Store)
     }

@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::TicketRole;
+
 /// `GET /v1/whoami`: the identity that the control plane sees in a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct WhoAmI {
@@ -31,7 +33,7 @@ pub struct AuditEntry {
     /// IP address of the caller. Absent for a change without a request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
-    /// The change, such as `drain`, `resume`, `goals`, `register`, `leave` or `tokens`.
+    /// The change, such as `drain`, `resume`, `goals`, `register`, `leave`, `ticket` or `tokens`.
     pub action: String,
     /// The member or other thing that changed, as far as it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -44,9 +46,28 @@ pub struct AuditEntry {
     /// Identity of the request, which the response has in its header `x-request-id`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
+    /// The tickets of an entry with the action `ticket`, which stands for several requests.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tickets: Option<AuditTickets>,
 }
 
-/// `GET /v1/audit`: the last changes, in memory.
+/// The requests for tickets that one entry stands for. All have the same caller, role and outcome.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct AuditTickets {
+    /// Number of requests: tickets that were issued, or refusals.
+    pub count: u64,
+    /// Role of the tickets. Absent for refusals.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub role: Option<TicketRole>,
+    /// Lowest epoch of the tickets. Absent for refusals.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub first_epoch: Option<u64>,
+    /// Highest epoch of the tickets. Absent for refusals.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_epoch: Option<u64>,
+}
+
+/// `GET /v1/audit`: the last changes and requests for tickets, in memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AuditList {
     /// Number of the last entry, also before the first one. A reader asks for the entries after it.

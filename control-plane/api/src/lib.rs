@@ -31,7 +31,7 @@ mod token;
 pub mod types;
 mod watch;
 
-pub use access::{AuditEntry, AuditList, WhoAmI};
+pub use access::{AuditEntry, AuditList, AuditTickets, WhoAmI};
 pub use client::{ClientOptions, ControlClient, PlacementQuery, WatchStream};
 pub use error::{ApiError, ConfigError, ControlError, code};
 pub use lease::{LeaseError, LeaseKeeper, LeaseOptions, LeaseState, LeaseStatus};

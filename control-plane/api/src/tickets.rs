@@ -28,7 +28,7 @@ pub struct TicketKeys {
 }
 
 /// Use of a ticket.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum TicketRole {
     /// Sends tokens to servers.
@@ -36,6 +36,16 @@ pub enum TicketRole {
     Client,
     /// Reads weights of servers. Only callers with the role server get such a ticket.
     Server,
+}
+
+impl TicketRole {
+    /// The name in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Client => "client",
+            Self::Server => "server",
+        }
+    }
 }
 
 /// `POST /v1/tickets`: asks for a ticket.

@@ -1,4 +1,4 @@
-//! The audit log: each change of the fleet with its caller, in memory and as JSON lines in a file.
+//! The audit log: each change of the fleet and each ticket with its caller, in memory and as JSON lines in a file.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::{File, OpenOptions};
@@ -7,7 +7,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use control_api::{AuditEntry, AuditList};
 use prometheus::IntCounter;
@@ -15,6 +15,7 @@ use tracing::{error, info};
 
 use super::audit_budget::Budgets;
 pub(crate) use super::audit_budget::Kind;
+use super::ticket_audit::{LOOK_PERIOD, TicketCounts};
 
 /// See the [module](self). Clones share one log.
 #[derive(Clone, Debug)]
@@ -22,25 +23,40 @@ pub(crate) struct AuditLog {
     kept: Arc<Mutex<Kept>>,
     file: Option<FileHandle>,
     budgets: Arc<Budgets>,
+    tickets: Arc<Mutex<TicketCounts>>,
+    origin: Instant,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Kept {
     last_seq: u64,
-    entries: VecDeque<AuditEntry>,
+    changes: Ring,
+    /// Apart from the changes, which are few in a fleet with many clients.
+    tickets: Ring,
 }
 
-impl Kept {
+/// The last entries, oldest first.
+#[derive(Debug, Default)]
+struct Ring(VecDeque<AuditEntry>);
+
+impl Ring {
+    fn push(&mut self, entry: AuditEntry) {
+        if self.0.len() == CAPACITY {
+            self.drop_one();
+        }
+        self.0.push_back(entry);
+    }
+
     /// Drops the oldest entry of the caller with the most entries. The entries of others stay.
     fn drop_one(&mut self) {
         let mut counts: HashMap<&str, usize> = HashMap::new();
-        for entry in &self.entries {
+        for entry in &self.0 {
             *counts.entry(&entry.name).or_default() += 1;
         }
         let most = counts.values().copied().max().unwrap_or(0);
         let is_most = |entry: &AuditEntry| counts.get(entry.name.as_str()) == Some(&most);
-        if let Some(idx) = self.entries.iter().position(is_most) {
-            self.entries.remove(idx);
+        if let Some(idx) = self.0.iter().position(is_most) {
+            self.0.remove(idx);
         }
     }
 }
@@ -48,7 +64,7 @@ impl Kept {
 /// The sending side of the thread that writes the file.
 #[derive(Clone, Debug)]
 struct FileHandle {
-    lines: SyncSender<String>,
+    lines: SyncSender<Line>,
     /// Reason why the last line was lost.
     error: Arc<Mutex<Option<String>>>,
     lost: IntCounter,
@@ -63,9 +79,15 @@ impl AuditLog {
     pub(crate) fn open(path: Option<&Path>, lost: IntCounter) -> io::Result<Self> {
         // Numbers rise over restarts as long as clocks do.
         let last_seq = unix_ms() * NUMBERS_PER_MS;
-        let kept = Arc::new(Mutex::new(Kept { last_seq, entries: VecDeque::new() }));
-        let budgets = Arc::new(Budgets::new());
-        let Some(path) = path else { return Ok(Self { kept, file: None, budgets }) };
+        let kept = Arc::new(Mutex::new(Kept { last_seq, ..Kept::default() }));
+        let log = Self {
+            kept,
+            file: None,
+            budgets: Arc::new(Budgets::new()),
+            tickets: Arc::default(),
+            origin: Instant::now(),
+        };
+        let Some(path) = path else { return Ok(log) };
         let writer = Writer { path: path.to_owned(), file: open(path)?, must_break: false };
         let (lines, queue) = sync_channel(QUEUE_LINES);
         let handle = FileHandle { lines, error: Arc::default(), lost };
@@ -73,7 +95,7 @@ impl AuditLog {
         std::thread::Builder::new()
             .name("switchyard-audit".to_owned())
             .spawn(move || writer.run(&queue, &error, &lost))?;
-        Ok(Self { kept, file: Some(handle), budgets })
+        Ok(Self { file: Some(handle), ..log })
     }
 
     /// Adds an entry; its number and time are set here. Never waits for the file.
@@ -84,21 +106,64 @@ impl AuditLog {
         // Under the lock, so that the file has the order of the numbers.
         if let Some(file) = &self.file {
             let line = serde_json::to_string(&entry).unwrap_or_default();
-            if file.lines.try_send(line).is_err() {
+            if file.lines.try_send(Line::Entry(line)).is_err() {
                 file.lost.inc();
                 lock(&file.error).get_or_insert_with(|| "its disk is too slow".to_owned());
             }
         }
-        if kept.entries.len() == CAPACITY {
-            kept.drop_one();
+        match entry.tickets {
+            Some(_) => kept.tickets.push(entry),
+            None => kept.changes.push(entry),
         }
-        kept.entries.push_back(entry);
     }
 
-    /// Takes an entry out of the budget of a [caller](crate::access::Caller::budget). Returns the number of the caller's
-    /// attempts before it that have no entry, or `None` if this one gets none either.
-    pub(crate) fn allow(&self, caller: &str, kind: Kind) -> Option<u64> {
-        self.budgets.take(caller, kind)
+    /// Adds the entry of a request for a ticket of a caller at `site`, or counts the request if the log has an entry like
+    /// it: see [`ticket_audit`](super::ticket_audit). `budget` is that of the [caller](crate::access::Caller::budget).
+    pub(crate) fn add_ticket(&self, mut entry: AuditEntry, budget: &str, site: &str) {
+        let now = self.origin.elapsed();
+        let mut tickets = lock(&self.tickets);
+        if tickets.count(&entry, site) {
+            return;
+        }
+        let kind = if entry.outcome == "ok" { Kind::Ticket } else { Kind::Failure };
+        let Some(num_skipped) = self.budgets.take(budget, kind) else { return };
+        tickets.begin(&entry, site, now);
+        drop(tickets);
+        note_skipped(&mut entry, num_skipped, kind);
+        self.add(entry);
+    }
+
+    /// Adds the counts of tickets whose period has ended, until the caller drops the future.
+    pub(crate) async fn follow_tickets(self) {
+        loop {
+            tokio::time::sleep(LOOK_PERIOD).await;
+            self.add_all(lock(&self.tickets).ended(self.origin.elapsed()));
+        }
+    }
+
+    /// Adds the counts of all tickets so far, and waits up to one second until the file has every entry. Blocks.
+    pub(crate) fn close(&self) {
+        self.add_all(lock(&self.tickets).take_all(self.origin.elapsed()));
+        if let Some(file) = &self.file {
+            let (done, is_done) = sync_channel(1);
+            if file.lines.try_send(Line::Flush(done)).is_ok() {
+                let _ = is_done.recv_timeout(CLOSE_TIMEOUT);
+            }
+        }
+    }
+
+    fn add_all(&self, entries: Vec<AuditEntry>) {
+        for entry in entries {
+            self.add(entry);
+        }
+    }
+
+    /// Adds the entry of a change, if the budget of the [caller](crate::access::Caller::budget) has room for it.
+    pub(crate) fn add_change(&self, mut entry: AuditEntry, budget: &str, kind: Kind) {
+        if let Some(num_skipped) = self.budgets.take(budget, kind) {
+            note_skipped(&mut entry, num_skipped, kind);
+            self.add(entry);
+        }
     }
 
     /// Adds a change that the control plane has made by itself.
@@ -117,7 +182,9 @@ impl AuditLog {
     pub(crate) fn after(&self, seq: u64) -> AuditList {
         let kept = lock(&self.kept);
         let seq = if seq > kept.last_seq { 0 } else { seq };
-        let entries = kept.entries.iter().filter(|entry| entry.seq > seq).cloned().collect();
+        let all = kept.changes.0.iter().chain(&kept.tickets.0);
+        let mut entries: Vec<_> = all.filter(|entry| entry.seq > seq).cloned().collect();
+        entries.sort_by_key(|entry| entry.seq);
         AuditList { last_seq: kept.last_seq, entries }
     }
 
@@ -125,6 +192,28 @@ impl AuditLog {
     pub(crate) fn error(&self) -> Option<String> {
         self.file.as_ref().and_then(|file| lock(&file.error).clone())
     }
+}
+
+/// Says in an entry how many of the caller are left out before it.
+fn note_skipped(entry: &mut AuditEntry, num_skipped: u64, kind: Kind) {
+    if num_skipped == 0 {
+        return;
+    }
+    let what = match kind {
+        Kind::Change => "changes",
+        Kind::Ticket => "tickets",
+        Kind::Failure => "failed attempts",
+    };
+    let (text, name) = (entry.detail.take().unwrap_or_default(), &entry.name);
+    entry.detail =
+        Some(format!("{text} ({num_skipped} {what} of {name} before it are not listed)"));
+}
+
+/// Work of the thread that writes the file.
+enum Line {
+    Entry(String),
+    /// Says when all earlier lines are written.
+    Flush(SyncSender<()>),
 }
 
 /// The thread's side of the file.
@@ -136,8 +225,15 @@ struct Writer {
 }
 
 impl Writer {
-    fn run(mut self, queue: &Receiver<String>, error: &Mutex<Option<String>>, lost: &IntCounter) {
+    fn run(mut self, queue: &Receiver<Line>, error: &Mutex<Option<String>>, lost: &IntCounter) {
         while let Ok(line) = queue.recv() {
+            let line = match line {
+                Line::Entry(line) => line,
+                Line::Flush(done) => {
+                    let _ = done.try_send(());
+                    continue;
+                }
+            };
             let outcome = self.write(&line);
             let reason = outcome.as_ref().err().map(ToString::to_string);
             let before = std::mem::replace(&mut *lock(error), reason);
@@ -184,16 +280,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Entries in memory.
+/// Entries in memory: of changes, and as many of tickets.
 const CAPACITY: usize = 1000;
 /// Lines that wait for the disk.
 const QUEUE_LINES: usize = 4096;
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 const NUMBERS_PER_MS: u64 = 1000;
 const OWNER_ONLY: u32 = 0o600;
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, Instant};
+    use control_api::{AuditTickets, TicketRole};
 
     use super::*;
 
@@ -256,6 +353,52 @@ mod tests {
             (names[0].as_str(), names[1].as_str(), names[CAPACITY - 1].as_str()),
             ("ops", "server", "ops")
         );
+    }
+
+    fn ticket(name: &str, outcome: &str) -> AuditEntry {
+        let role = (outcome == "ok").then_some(TicketRole::Client);
+        let tickets = Some(AuditTickets { count: 1, role, ..AuditTickets::default() });
+        let (name, outcome) = (name.to_owned(), outcome.to_owned());
+        AuditEntry { name, outcome, tickets, ..AuditEntry::default() }
+    }
+
+    #[test]
+    fn tickets_push_no_change_out_and_their_counts_are_written_at_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("audit");
+        let log = AuditLog::open(Some(&path), lost()).unwrap();
+        log.add(entry("first"));
+        for caller in 0..CAPACITY + 5 {
+            log.add_ticket(ticket(&caller.to_string(), "ok"), &caller.to_string(), "");
+        }
+        for _ in 0..7 {
+            log.add_ticket(ticket("0", "ok"), "0", "");
+        }
+        log.add(entry("last"));
+        let kept = log.after(0).entries;
+        assert_eq!(kept.len(), CAPACITY + 2);
+        assert!(kept.is_sorted_by_key(|entry| entry.seq));
+        assert_eq!(kept[0].detail.as_deref(), Some("first"));
+        log.close();
+        let lines = await_lines(&path, CAPACITY + 8);
+        let counted = lines.last().unwrap();
+        assert_eq!((counted.name.as_str(), counted.tickets.unwrap().count), ("0", 7));
+        let detail = counted.detail.as_deref().unwrap();
+        assert!(detail.starts_with("7 more tickets of the role client in "), "{detail}");
+    }
+
+    #[test]
+    fn refused_tickets_of_a_caller_at_many_addresses_are_limited() {
+        let log = AuditLog::open(None, lost()).unwrap();
+        for host in 0..1000 {
+            log.add_ticket(ticket("viewer", "forbidden"), "viewer", &host.to_string());
+        }
+        log.add_ticket(ticket("other", "forbidden"), "other", "");
+        let entries = log.after(0).entries;
+        let of_viewer = entries.iter().filter(|entry| entry.name == "viewer").count();
+        // A slow host gives the caller another entry each second.
+        assert!((10..100).contains(&of_viewer), "{of_viewer}");
+        assert_eq!(entries.last().unwrap().name, "other");
     }
 
     /// `/dev/full` answers every write as a full disk does.

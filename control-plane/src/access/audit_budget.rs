@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Budgets of all callers. Each has one for refused and failed attempts and one for changes.
+/// Budgets of all callers. Each has one for refused and failed attempts, one for changes and one for tickets.
 #[derive(Debug)]
 pub(super) struct Budgets {
     origin: Instant,
@@ -23,6 +23,8 @@ struct Callers {
 pub(crate) enum Kind {
     /// A change that was made.
     Change,
+    /// A ticket that was issued.
+    Ticket,
     /// An attempt that failed or was refused.
     Failure,
 }
@@ -33,6 +35,8 @@ impl Kind {
         match self {
             // All servers of a large fleet may register with one token at once.
             Self::Change => (Duration::from_millis(50), 4096),
+            // The first ticket of each host with one token.
+            Self::Ticket => (Duration::from_secs(1), 4096),
             Self::Failure => (Duration::from_secs(1), 10),
         }
     }

@@ -9,7 +9,7 @@ use axum::http::header::{AUTHORIZATION, CONTENT_LENGTH};
 use axum::http::{HeaderValue, Method};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use control_api::{AuditEntry, MemberId, code};
+use control_api::{AuditEntry, AuditTickets, MemberId, code};
 use httpd::{PeerAddr, Standing};
 use trust::{Identity, Role};
 
@@ -61,7 +61,7 @@ impl Rules {
     }
 }
 
-/// A handler's note for the audit log, as an extension of its response.
+/// A handler's note for the audit log, as an extension of its response. [`AuditTickets`] is another one.
 #[derive(Clone, Debug, Default)]
 pub(super) struct AuditNote {
     /// Name of the member that was changed.
@@ -257,24 +257,22 @@ fn record(
 ) {
     let extensions = response.extensions();
     let failure = extensions.get::<Failure>();
-    let is_limited = failure.is_some_and(|failure| failure.code == code::RATE_LIMITED);
-    if is_limited || extensions.get::<forward::Forwarded>().is_some() {
+    let is_ticket = action == TICKET;
+    let has_no_entry = |failure: &Failure| match failure.code {
+        code::RATE_LIMITED => true,
+        // Each client of a fleet repeats its request until a leader has an answer.
+        code::REQUEST_TIMEOUT | code::NO_LEADER | code::SHUTTING_DOWN => is_ticket,
+        _ => false,
+    };
+    if failure.is_some_and(has_no_entry) || extensions.get::<forward::Forwarded>().is_some() {
         return;
     }
     let note = extensions.get::<AuditNote>().cloned().unwrap_or_default();
     let member = member.and_then(Result::ok).map(String::from);
-    let mut detail = failure.map(|failure| failure.message.clone()).or(note.detail);
-    let (kind, what) = match failure {
-        None => (Kind::Change, "changes"),
-        Some(_) => (Kind::Failure, "failed attempts"),
-    };
-    let Some(num_skipped) = app.audit.allow(&caller.budget(), kind) else { return };
-    if num_skipped > 0 {
-        let text = detail.unwrap_or_default();
-        let name = &caller.name;
-        detail = Some(format!("{text} ({num_skipped} {what} of {name} before it are not listed)"));
-    }
-    app.audit.add(AuditEntry {
+    let detail = failure.map(|failure| failure.message.clone()).or(note.detail);
+    let refused = AuditTickets { count: 1, ..AuditTickets::default() };
+    let tickets = extensions.get::<AuditTickets>().copied().unwrap_or(refused);
+    let entry = AuditEntry {
         name: caller.name.clone(),
         roles: caller.role_names(),
         credential: caller.proof.name().to_owned(),
@@ -284,8 +282,15 @@ fn record(
         outcome: failure.map_or("ok", |failure| failure.code).to_owned(),
         detail: detail.map(|detail| visible(&detail, MAX_DETAIL_CHARS)),
         request_id: id.0.to_str().ok().map(str::to_owned),
+        tickets: is_ticket.then_some(tickets),
         ..AuditEntry::default()
-    });
+    };
+    let budget = caller.budget();
+    match failure {
+        _ if is_ticket => app.audit.add_ticket(entry, &budget, &caller.site()),
+        None => app.audit.add_change(entry, &budget, Kind::Change),
+        Some(_) => app.audit.add_change(entry, &budget, Kind::Failure),
+    }
 }
 
 impl HttpError {
@@ -297,6 +302,8 @@ impl HttpError {
 }
 
 pub(super) const ANY_ROLE: Rule = Rule::Roles(&Role::ALL);
+/// Name of an issue of a ticket in the audit log.
+pub(super) const TICKET: &str = "ticket";
 const MEMBER_PREFIX: &str = "/v1/members/{id}";
 const MEMBERS: &str = "/v1/members/";
 const MAX_TARGET_CHARS: usize = 160;

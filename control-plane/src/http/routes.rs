@@ -120,8 +120,8 @@ pub(super) async fn whoami(Extension(caller): Extension<Caller>) -> Json<WhoAmI>
     Json(caller.whoami())
 }
 
-/// The last changes of the fleet and their callers, in memory: at most 1,000 since this control plane leads. A reader
-/// asks again with the number of the last one.
+/// The last changes of the fleet and their callers, in memory: at most 1,000 since this control plane leads, and as many
+/// entries about tickets. A reader asks again with the number of the last one.
 #[utoipa::path(get, path = "/v1/audit", tag = "access",
     params(("after" = Option<u64>, Query, description = "Only entries after this number")), responses(
     (status = 200, description = "The changes, oldest first", body = AuditList),

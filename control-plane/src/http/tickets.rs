@@ -5,7 +5,9 @@ use std::time::Duration;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::{Extension, Json};
-use control_api::{ApiError, RevokeResponse, TicketRequest, TicketResponse, TicketRole, code};
+use control_api::{
+    ApiError, AuditTickets, RevokeResponse, TicketRequest, TicketResponse, TicketRole, code,
+};
 use trust::Role;
 
 use super::change::{Change, NoArguments};
@@ -27,7 +29,7 @@ pub(super) async fn issue(
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     Body(request): Body<TicketRequest>,
-) -> Result<Json<TicketResponse>, HttpError> {
+) -> Change<(Extension<AuditTickets>, Json<TicketResponse>)> {
     if request.role == TicketRole::Server {
         Rule::Roles(&[Role::Server])
             .check(&caller, "a ticket to read weights", None)
@@ -37,7 +39,20 @@ pub(super) async fn issue(
         true => forward::MAX_FORWARDED_WAIT,
         false => MAX_WAIT,
     };
-    Ok(Json(app.leader()?.issue_ticket(&request, &caller.holder(), bound).await?))
+    let response = app.leader()?.issue_ticket(&request, &caller.holder(), bound).await?;
+    let (epoch, role) = (response.epoch, request.role);
+    let seconds = response.expires_in_ms / 1000;
+    let note = AuditNote {
+        target: Some("all servers".to_owned()),
+        detail: Some(format!(
+            "role {}, epoch {epoch}, {seconds} s, for the client that calls itself {}",
+            role.name(),
+            request.client
+        )),
+    };
+    let (first_epoch, last_epoch) = (Some(epoch), Some(epoch));
+    let issued = AuditTickets { count: 1, role: Some(role), first_epoch, last_epoch };
+    Ok((Extension(note), (Extension(issued), Json(response))))
 }
 
 /// Revokes all tickets issued so far. Servers refuse them as soon as they have renewed their lease. Open connections
@@ -52,7 +67,10 @@ pub(super) async fn revoke(
 ) -> Change<Json<RevokeResponse>> {
     let least_epoch = app.leader()?.revoke_tickets().await?;
     let detail = Some(format!("tickets before epoch {least_epoch}"));
-    Ok((Extension(AuditNote { target: None, detail }), Json(RevokeResponse { least_epoch })))
+    Ok((
+        Extension(AuditNote { detail, ..AuditNote::default() }),
+        Json(RevokeResponse { least_epoch }),
+    ))
 }
 
 /// Longest wait until the servers know the leader's key: less than the timeout of clients.

@@ -11,6 +11,8 @@ const PERIOD_MS = 2000;
 // The caller's roles may change while the page is open.
 const REFRESHES_PER_CALLER = 10;
 const MAX_EVENTS = 500;
+const MAX_CHANGES = 200;
+const MAX_TICKETS = 100;
 const ALL_LAYERS = "all";
 
 const $ = (id) => document.getElementById(id);
@@ -25,6 +27,7 @@ const state = {
   lastEvent: 0,
   hasEvents: true,
   changes: [],
+  tickets: [],
   lastChange: 0,
   hasAudit: true,
   caller: null,
@@ -114,9 +117,12 @@ async function refresh() {
     state.events = [...events.events.reverse(), ...state.events].slice(0, MAX_EVENTS);
   }
   if (audit) {
-    if (audit.last_seq < state.lastChange) state.changes = [];
+    if (audit.last_seq < state.lastChange) state.changes = state.tickets = [];
     state.lastChange = audit.last_seq;
-    state.changes = [...audit.entries.reverse(), ...state.changes].slice(0, MAX_EVENTS);
+    // A large fleet gets many tickets. They push no change out of the list.
+    const newest = audit.entries.reverse();
+    state.changes = [...newest.filter((entry) => !entry.tickets), ...state.changes].slice(0, MAX_CHANGES);
+    state.tickets = [...newest.filter((entry) => entry.tickets), ...state.tickets].slice(0, MAX_TICKETS);
   }
   if (caller) showCaller(caller);
   if (goals) goalsForm.show(goals);
@@ -240,7 +246,8 @@ function showEvents() {
 
 function showChanges() {
   $("changes").hidden = !state.hasAudit;
-  const rows = state.changes.slice(0, 200).map((entry) => {
+  const entries = [...state.changes, ...state.tickets].sort((a, b) => b.seq - a.seq);
+  const rows = entries.map((entry) => {
     const row = make("tr");
     const time = make("td");
     time.append(make("time", new Date(entry.unix_ms).toLocaleTimeString()));

@@ -109,10 +109,12 @@ async fn every_role_may_do_its_work_and_no_more() {
     let key = SecretKey::generate().unwrap().public().to_string();
     let compute = TicketRequest::new("tester".to_owned(), key);
     let read = TicketRequest { role: TicketRole::Server, ..compute.clone() };
-    for asking in [&server, &client] {
-        asking.ticket(&compute).await.unwrap();
+    let mut issued = Vec::new();
+    // The log has one entry for requests that are alike.
+    for asking in [&server, &client, &client, &client] {
+        issued.push(asking.ticket(&compute).await.unwrap());
     }
-    server.ticket(&read).await.unwrap();
+    issued.push(server.ticket(&read).await.unwrap());
     assert_forbidden(client.ticket(&read).await, &["engine", "weights", "server"]);
     assert_forbidden(viewer.ticket(&compute).await, &["wall"]);
     let goals = FleetGoals { replicas: 1, spare: 0.0 };
@@ -156,6 +158,11 @@ async fn every_role_may_do_its_work_and_no_more() {
         ("wall", "drain", "forbidden"),
         ("engine", "drain", "forbidden"),
         ("ops", "register", "forbidden"),
+        ("gpu-1", "ticket", "ok"),
+        ("engine", "ticket", "ok"),
+        ("gpu-1", "ticket", "ok"),
+        ("engine", "ticket", "forbidden"),
+        ("wall", "ticket", "forbidden"),
         ("wall", "goals", "forbidden"),
         ("gpu-1", "goals", "forbidden"),
         ("gpu-1", "resume", "forbidden"),
@@ -171,15 +178,34 @@ async fn every_role_may_do_its_work_and_no_more() {
     let first = &log.entries[0];
     assert_eq!((first.target.as_deref(), first.address.as_deref()), (Some("a"), Some("127.0.0.1")));
     assert!(first.request_id.is_some());
+    let [of_client, of_server] = [&log.entries[5], &log.entries[6]];
+    let shown = of_client.tickets.unwrap();
+    assert_eq!((shown.count, shown.role), (1, Some(TicketRole::Client)));
+    assert_eq!(
+        (shown.first_epoch, shown.last_epoch),
+        (Some(issued[1].epoch), Some(issued[1].epoch))
+    );
+    assert_eq!(of_client.target.as_deref(), Some("all servers"));
+    assert_eq!(of_client.address.as_deref(), Some("127.0.0.1"));
+    assert!(of_client.detail.as_ref().unwrap().contains("tester"), "{of_client:?}");
+    assert_eq!(of_server.tickets.unwrap().role, Some(TicketRole::Server));
+    assert_eq!(log.entries[8].tickets.unwrap().count, 1);
     let file = eventually(async || {
         let text = std::fs::read_to_string(tokens.dir.path().join("audit")).ok()?;
         (text.lines().count() == expected.len()).then_some(text)
     })
     .await;
+    assert!(issued.iter().all(|issued| !file.contains(&issued.ticket[..40])), "{file}");
     let entry: control_api::AuditEntry =
         serde_json::from_str(file.lines().next().unwrap()).unwrap();
     assert_eq!(&entry, first);
     plane.stop().await;
+    // The rest of the counts is in the file once the process ends.
+    let file = std::fs::read_to_string(tokens.dir.path().join("audit")).unwrap();
+    let rest: Vec<control_api::AuditEntry> =
+        file.lines().skip(expected.len()).map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(rest.len(), 1, "{rest:?}");
+    assert_eq!((rest[0].name.as_str(), rest[0].tickets.unwrap().count), ("engine", 2));
 }
 
 #[tokio::test]
