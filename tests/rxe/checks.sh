@@ -83,6 +83,7 @@ short)
         device::a_device_moves_what_its_tokens_say \
         device::what_was_accepted_completes_once_whatever_happens \
         deaths::a_killed_peer_is_an_error_within_the_limit \
+        guessed_keys::guessed_keys_open_nothing_and_the_victim_goes_on \
         refusals::a_wrong_key_or_address_fails_its_user_and_nobody_else \
         signals::a_flag_comes_behind_its_puts \
         signals::more_flags_than_receives_all_count \

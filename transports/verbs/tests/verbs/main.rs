@@ -5,6 +5,7 @@
 mod common;
 mod deaths;
 mod device;
+mod guessed_keys;
 mod handshakes;
 mod late;
 mod perftest;
