@@ -320,23 +320,21 @@ struct GemmParts : Gemm<kFp8, kGateUp, kDirect> {
 
     // Whether this block is the last of a tile's to arrive at a word; it then sees the results of the
     // others. The word is zero again behind the last. Both warpgroups.
-    // NOTES: each thread fences before the barrier, so that its results are visible to the whole
-    // GPU before thread 128 arrives for all of them. Behind the last arrival each thread fences
-    // again, or its loads might find older values in the nearest cache.
+    // NOTES: the barriers carry thread 128's fences to all threads of the block, so that one thread
+    // releases and acquires for all.
     __device__ __forceinline__ bool is_last(uint32_t word) const {
-        ptx::fence_acq_rel_gpu();
         ptx::bar_sync(3, 256);
         const uint32_t shared_word = ring.shared + kTilesAt;
         if (threadIdx.x == 128) {
+            // SYNC POINT tile-done: release and acquire at the word of the tile.
+            ptx::fence_acq_rel_gpu();
             const uint32_t before =
                 ptx::atom_inc_relaxed_gpu(params.tile_arrivals + word, kParts - 1);
+            ptx::fence_acq_rel_gpu();
             ptx::st_shared_v4(shared_word, make_uint4(before, 0, 0, 0));
         }
         ptx::bar_sync(3, 256);
-        if (ptx::ld_shared_u32(shared_word) != kParts - 1)
-            return false;
-        ptx::fence_acq_rel_gpu();
-        return true;
+        return ptx::ld_shared_u32(shared_word) == kParts - 1;
     }
 
     // The block that brings the last part of 128 values quantises them. Both warpgroups.
