@@ -43,12 +43,19 @@ GOOD = {
         **BASE,
         "tls": {"controlPlaneSecret": "control-tls", "expertServersSecret": "server-tls"},
         "controlPlane": {"auditLog": "audit.jsonl"},
+        "podMonitor": {"enabled": True},
+    },
+    "the old token beside tokens with roles, on IPv6": {
+        **BASE,
+        "token": {**ROLES, "clusterKey": "cluster"},
+        "ipFamily": "IPv6",
     },
     "a certificate of the control plane alone": {
         **BASE,
         "tls": {"existingSecret": "fleet-tls", "controlPlaneSecret": "control-tls"},
+        "podMonitor": {"enabled": True},
     },
-    "plain text": {**BASE, "tls": {"insecure": True}},
+    "plain text": {**BASE, "tls": {"insecure": True}, "podMonitor": {"enabled": True}},
     "control planes on etcd": {**BASE, "controlPlane": ETCD},
     "two control planes, all that etcd can ask for, and tokens with roles": {
         **BASE,
@@ -148,6 +155,11 @@ BAD = {
         {**on_etcd(etcd={}), "token": {**ROLES, "clusterKey": "token"}},
         "every role",
     ),
+    "a token of the cluster without roles": (
+        {**BASE, "token": {"existingSecret": "cluster", "clusterKey": "cluster"}},
+        "rolesKey",
+    ),
+    "an unknown family of addresses": ({**BASE, "ipFamily": "6"}, "ipFamily"),
     "no model": ({**BASE, "model": {}}, "model.volume"),
     "an unknown value": ({**BASE, "expertServer": {}}, "expertServer"),
     "an unknown kind": ({**BASE, "expertServers": {"kind": "Deployment"}}, "kind"),
@@ -177,21 +189,31 @@ def render(chart: helm_python.Chart, values: dict) -> list[dict]:
     return objects
 
 
-def check_object(name: str, item: dict) -> None:
+def check_object(name: str, item: dict, values: dict) -> None:
     label = f"{name}: {item['kind']} {item['metadata']['name']}"
     # The operator's own schemas are not part of Kubernetes.
     if item["kind"] == "PrometheusRule":
         check_rules(label, item["spec"])
         return
     if item["kind"] == "PodMonitor":
-        if not item["spec"]["podMetricsEndpoints"]:
-            fail(f"{label}: no endpoints")
+        check_monitor(label, item["spec"], values["tls"])
         return
     for version in KUBERNETES_VERSIONS:
         try:
             kubernetes_validate.validate(item, version, strict=True)
         except kubernetes_validate.ValidationError as error:
             fail(f"{label}, Kubernetes {version}: {error}")
+
+
+def check_monitor(label: str, spec: dict, tls: dict) -> None:
+    """Prometheus speaks what the port speaks, and knows its authority."""
+    role = "controlPlane" if label.endswith("control-plane") else "expertServers"
+    secret = tls.get(f"{role}Secret") or tls.get("existingSecret")
+    [endpoint] = spec["podMetricsEndpoints"]
+    found = endpoint.get("scheme", "http"), endpoint.get("tlsConfig", {}).get("ca")
+    expected = ("https", {"secret": {"name": secret, "key": "ca.crt"}}) if secret else ("http", None)
+    if found != expected:
+        fail(f"{label}: scrapes {found}, expected {expected}")
 
 
 def check_rules(label: str, spec: dict) -> None:
@@ -251,9 +273,13 @@ def check_security(name: str, values: dict, objects: list[dict]) -> None:
         if wanted != files:
             fail(f"{label}: expects the secrets {sorted(wanted)}, and {sorted(files)} are mounted")
         tokens = keys_of(pod, "SWITCHYARD_TOKENS_FILE"), keys_of(pod, "SWITCHYARD_TOKEN_FILE")
-        cluster = "cluster" if values.get("controlPlane", {}).get("store") == "etcd" else None
+        cluster = values["token"].get("clusterKey")
         if tokens != ((("tokens", cluster)) if roles else (None, "token")):
             fail(f"{label}: has the keys {tokens} of the Secret")
+        host = "[$(POD_IP)]" if values.get("ipFamily") == "IPv6" else "$(POD_IP)"
+        hosts = {entry.get("value", "").rpartition(":")[0] for key, entry in env.items() if key.endswith("_LISTEN")}
+        if container["name"] == "expert-server" and hosts != {host}:
+            fail(f"{label}: listens on {hosts}, expected {host}")
         role = {"control-plane": "controlPlane", "expert-server": "expertServers"}[container["name"]]
         tls = values["tls"].get(f"{role}Secret") or values["tls"].get("existingSecret")
         mounted = volumes["tls"]["secret"]["secretName"] if "tls" in volumes else None
@@ -480,7 +506,7 @@ def main() -> None:
         for name, values in GOOD.items():
             objects = render(chart, values)
             for item in objects:
-                check_object(name, item)
+                check_object(name, item, values)
             check_references(name, objects, known_variables)
             check_discovery(name, values, objects)
             check_store(name, values, objects)

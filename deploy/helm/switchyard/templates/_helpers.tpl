@@ -64,6 +64,21 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 {{- end -}}
 
+{{/* Nothing, after checks of the keys of tokens. */}}
+{{- define "switchyard.checkTokens" -}}
+{{- if and .Values.token.clusterKey (not .Values.token.rolesKey) }}
+{{- fail "token.clusterKey needs token.rolesKey: without roles the key `token` has the cluster's token" }}
+{{- end }}
+{{- if and .Values.token.rolesKey (has .Values.token.clusterKey (list "token" .Values.token.rolesKey)) }}
+{{- fail (printf "token.clusterKey=%s is not a key of its own: servers would have every role" .Values.token.clusterKey) }}
+{{- end }}
+{{- end -}}
+
+{{/* Address of the pod for a URL. */}}
+{{- define "switchyard.podIp" -}}
+{{- ternary "[$(POD_IP)]" "$(POD_IP)" (eq .Values.ipFamily "IPv6") -}}
+{{- end -}}
+
 {{/* Variables of a control plane on etcd, after checks of their values. */}}
 {{- define "switchyard.etcdEnv" -}}
 {{- $etcd := .Values.controlPlane.etcd -}}
@@ -87,9 +102,6 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 {{- if and .Values.token.rolesKey (not .Values.token.clusterKey) }}
 {{- fail "token.rolesKey with controlPlane.store=etcd needs token.clusterKey: control planes know each other by that token" }}
-{{- end }}
-{{- if and .Values.token.rolesKey (has .Values.token.clusterKey (list "token" .Values.token.rolesKey)) }}
-{{- fail (printf "token.clusterKey=%s is not a key of its own: servers would have every role" .Values.token.clusterKey) }}
 {{- end }}
 - name: SWITCHYARD_STORE
   value: etcd
