@@ -337,20 +337,59 @@ async fn advertised_addr(
     if cannot_be_reached(&found) {
         return Err(StartError::Advertise { found });
     }
-    let lookup = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host(found.clone()));
-    let reason = match lookup.await {
-        Ok(Ok(mut addrs)) => match addrs.next() {
-            Some(_) => return Ok(found),
-            None => "the name has no address".to_owned(),
-        },
-        Ok(Err(err)) => err.to_string(),
-        Err(_) => format!("no answer within {} s", RESOLVE_TIMEOUT.as_secs()),
+    let lookup = || async {
+        let mut addrs = tokio::net::lookup_host(found.clone()).await?;
+        Ok(addrs.next().is_some())
     };
-    Err(StartError::AdvertiseName { found, reason })
+    match resolve(&found, lookup, RESOLVE_PAUSE, RESOLVE_PATIENCE).await {
+        Ok(()) => Ok(found),
+        Err(reason) => Err(StartError::AdvertiseName { found, reason }),
+    }
 }
 
-/// Longest wait for the resolver.
+/// Looks `name` up every `pause` until it has an address, for `patience` at most. Returns the last reason why it has none.
+///
+/// The name of a new pod reaches the name servers of Kubernetes after the start of its process, and they remember for
+/// a while that it was not there.
+async fn resolve<F: Future<Output = std::io::Result<bool>>>(
+    name: &str,
+    lookup: impl Fn() -> F,
+    pause: Duration,
+    patience: Duration,
+) -> Result<(), String> {
+    let started = Instant::now();
+    let mut has_warned = false;
+    loop {
+        let reason = match tokio::time::timeout(RESOLVE_TIMEOUT, lookup()).await {
+            Ok(Ok(true)) => return Ok(()),
+            Ok(Ok(false)) => "the name has no address".to_owned(),
+            // No name: it will not come.
+            Ok(Err(err)) if err.kind() == std::io::ErrorKind::InvalidInput => {
+                return Err(err.to_string());
+            }
+            Ok(Err(err)) => err.to_string(),
+            Err(_) => format!("no answer within {} s", RESOLVE_TIMEOUT.as_secs()),
+        };
+        if started.elapsed() + pause > patience {
+            return Err(reason);
+        }
+        if !std::mem::replace(&mut has_warned, true) {
+            tracing::warn!(
+                name,
+                reason,
+                "the advertised name does not resolve, trying for {} s",
+                patience.as_secs()
+            );
+        }
+        tokio::time::sleep(pause).await;
+    }
+}
+
+/// Longest wait for one answer of the resolver.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// CoreDNS remembers for 30 s that a name is not there.
+const RESOLVE_PATIENCE: Duration = Duration::from_secs(60);
+const RESOLVE_PAUSE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests;

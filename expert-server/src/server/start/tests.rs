@@ -1,5 +1,7 @@
 //! The rules for addresses that other hosts can reach.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use httpd::trust::Role;
 use httpd::trust::certs::{Authority, Request, validity_from_now};
 use httpd::trust::tls::TlsFiles;
@@ -89,4 +91,30 @@ async fn the_port_for_weights_is_not_opened_to_other_hosts_in_plain_text() {
     let started = start(config, prometheus::Registry::new(), |_| {}).await;
     let error = started.expect_err("there is no model");
     assert!(matches!(error, StartError::Open(_)), "{error}");
+}
+
+#[tokio::test]
+async fn an_advertised_name_that_comes_late_is_waited_for() {
+    let pause = Duration::from_millis(1);
+    let lookups = AtomicUsize::new(0);
+    let missing = || std::io::Error::other("name or service not known");
+    let late = || async {
+        match lookups.fetch_add(1, Ordering::Relaxed) {
+            0 => Err(missing()),
+            1 => Ok(false),
+            _ => Ok(true),
+        }
+    };
+    assert_eq!(resolve("pod-0:7171", late, pause, Duration::from_secs(60)).await, Ok(()));
+    assert_eq!(lookups.load(Ordering::Relaxed), 3);
+
+    let never = || async { Err(missing()) };
+    let found = resolve("pod-0:7171", never, pause, Duration::from_millis(20)).await;
+    assert_eq!(found, Err("name or service not known".to_owned()));
+
+    // Without a port it is no address, and stays none.
+    let malformed = || async { tokio::net::lookup_host("pod-0").await.map(|_| true) };
+    let found = resolve("pod-0", malformed, Duration::from_secs(60), Duration::from_secs(600));
+    let found = tokio::time::timeout(Duration::from_secs(30), found).await.expect("at once");
+    assert!(found.is_err());
 }
