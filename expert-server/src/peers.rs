@@ -9,8 +9,10 @@
 //! | [`manifest`] | layout and digest of an expert |
 //! | [`limit`] | limit on the rate of peers |
 //! | [`ticket`] | the ticket that a reader shows |
+//! | [`certificate`] | the check of certificates without tickets |
 //! | [`secret`] | the secret that they show each other without tickets |
 
+mod certificate;
 mod limit;
 mod manifest;
 mod reader;
@@ -21,6 +23,7 @@ mod wire;
 
 use checkpoint::{Checkpoint, Fingerprint};
 
+pub(crate) use self::certificate::ServersOnly;
 pub(crate) use self::reader::{Fetch, Fetched, Peer};
 pub(crate) use self::secret::WeightsSecret;
 pub use self::source::SourceError;

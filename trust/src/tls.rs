@@ -276,6 +276,15 @@ pub fn peer_identity<IO>(stream: &TlsStream<IO>) -> Option<Identity> {
     connection.peer_certificates()?.first().and_then(|certificate| identity_of(certificate))
 }
 
+/// As [`peer_identity`], for a connection whose bytes the caller moves. `None` before the end of the handshake.
+#[must_use]
+pub fn identity_in(connection: &rustls::Connection) -> Option<Identity> {
+    if connection.is_handshaking() {
+        return None;
+    }
+    connection.peer_certificates()?.first().and_then(|certificate| identity_of(certificate))
+}
+
 /// The value that binds a proof to the TLS connection of `stream`: `tls-exporter` of RFC 9266. Both sides compute the
 /// same, and no other connection has it.
 #[must_use]

@@ -67,7 +67,7 @@ struct MemberTicket {
 
 impl TicketSource for MemberTicket {
     fn show(&self, binding: &HandshakeBinding<'_>) -> Result<ShownTicket, String> {
-        let HandshakeBinding { channel, hello } = *binding;
+        let HandshakeBinding { channel, hello, .. } = *binding;
         let (server, incarnation) = (&*self.server, self.incarnation);
         let handshake = Handshake { server, incarnation, channel, hello };
         let ReaderTicket { key, ticket } = &self.of;

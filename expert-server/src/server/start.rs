@@ -60,8 +60,7 @@ pub(super) async fn start(
     let gate = ticket_gate(&config, Role::Client);
     let weights_gate = ticket_gate(&config, Role::Server);
     // While the model is opened, which takes as long on small models.
-    let check = weights_gate.clone().map(|gate| gate as Arc<dyn TicketCheck>);
-    let opening_source = weights::begin_source(&config, check);
+    let opening_source = weights::begin_source(&config, weights_gate.clone());
     let model = weights::open_model(&config, control.as_ref()).await?;
     let (checkpoint, fingerprint) = (Arc::clone(&model.checkpoint), model.fingerprint);
     let full = model.digests.as_ref().and_then(|digests| digests.full.as_ref());

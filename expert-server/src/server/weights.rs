@@ -21,8 +21,9 @@ use crate::loader::{Loader, Observer, Pace};
 use crate::members::Digests;
 use crate::metrics::ServerMetrics;
 use crate::peers::{
-    Fetch, ListeningSource, ModelIdentity, SourceConfig, WeightSource, WeightsSecret,
+    Fetch, ListeningSource, ModelIdentity, ServersOnly, SourceConfig, WeightSource, WeightsSecret,
 };
+use crate::tickets::TicketGate;
 
 /// The model of a server.
 pub(super) struct Model {
@@ -157,23 +158,28 @@ fn secret_of(config: &ServerConfig) -> Option<WeightsSecret> {
 }
 
 /// Returns true if a listener on `addr` would admit every process of other hosts, and plain text is not allowed.
-/// A required certificate counts whatever its role is: only tickets tell servers from clients.
+/// A required certificate counts: the port for weights admits those of servers, and the data plane any.
 pub(super) fn admits_all(config: &ServerConfig, addr: SocketAddr) -> bool {
-    let security = &config.security;
+    let needs_proof =
+        config.wants_tickets() || config.secret.is_some() || needs_certificates(config);
+    !needs_proof && !config.security.insecure && is_exposed(addr)
+}
+
+/// Returns true if peers without a certificate are refused.
+fn needs_certificates(config: &ServerConfig) -> bool {
     let is_required = |tls: &Tls| tls.clients() == ClientCertificates::Required;
-    let needs_certificate = security.for_listener().is_some_and(is_required);
-    let needs_proof = config.wants_tickets() || config.secret.is_some() || needs_certificate;
-    !needs_proof && !security.insecure && is_exposed(addr)
+    config.security.for_listener().is_some_and(is_required)
 }
 
 /// A source of weights whose engine starts on a thread of its own.
 pub(super) struct OpeningSource(JoinHandle<Result<ListeningSource, StartError>>);
 
 /// Begins to open the source of weights for other servers, while the caller opens the model. `None` if they may not read
-/// any: the configuration says so, or the port would admit every process of other hosts.
+/// any: the configuration says so, or the port would admit every process of other hosts. `gate` checks tickets, if the
+/// server wants some.
 pub(super) fn begin_source(
     config: &ServerConfig,
-    check: Option<Arc<dyn TicketCheck>>,
+    gate: Option<Arc<TicketGate>>,
 ) -> Option<OpeningSource> {
     let bind = source_addr(config)?;
     if admits_all(config, bind) {
@@ -184,6 +190,10 @@ pub(super) fn begin_source(
         );
         return None;
     }
+    let check = match gate {
+        Some(gate) => Some(gate as Arc<dyn TicketCheck>),
+        None => needs_certificates(config).then(|| Arc::new(ServersOnly) as Arc<dyn TicketCheck>),
+    };
     let (advertised, data_ip) = (config.advertise_addr.clone(), config.data_addr.ip());
     let (secret, tls) = (secret_of(config), config.security.for_listener().cloned());
     let limit = config.weights.read_limit;

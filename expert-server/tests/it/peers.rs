@@ -1,5 +1,6 @@
 //! Servers that read their weights from the memory of other servers.
 
+mod certificates;
 mod gpu;
 mod raw;
 mod tickets;

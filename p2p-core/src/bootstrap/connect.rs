@@ -362,7 +362,9 @@ fn opening(
     channel: Option<[u8; 32]>,
 ) -> Result<Vec<u8>, ConnectError> {
     let Some(tickets) = tickets else { return Ok(hello.to_vec()) };
-    let shown = tickets.show(&HandshakeBinding { channel, hello }).map_err(ConnectError::Ticket)?;
+    let shown = tickets
+        .show(&HandshakeBinding { channel, hello, peer: None })
+        .map_err(ConnectError::Ticket)?;
     limit("ticket", shown.ticket.len(), MAX_TICKET_BYTES)?;
     limit("proof", shown.proof.len(), MAX_PROOF_BYTES)?;
     let mut out = wire::encode_ticket(&shown);

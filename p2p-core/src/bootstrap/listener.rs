@@ -494,8 +494,9 @@ where
     let (shown, hello, bytes) = read_opening(stream).await?;
     // First of all checks, so that a peer without a ticket learns nothing and costs nothing.
     if let Some(tickets) = &shared.config.tickets {
-        let channel = stream.channel_binding();
-        tickets.check(shown.as_ref(), &HandshakeBinding { channel, hello: &bytes })?;
+        let (channel, peer) = (stream.channel_binding(), stream.peer_identity());
+        let binding = HandshakeBinding { channel, hello: &bytes, peer: peer.as_ref() };
+        tickets.check(shown.as_ref(), &binding)?;
     }
     check_secret(&shared.config, &hello)?;
     entry.mark_valid();

@@ -11,7 +11,10 @@ use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-use trust::tls::{HandshakeError, Records, Side, Tls, TlsStream, channel_binding, exported};
+use trust::Identity;
+use trust::tls::{
+    HandshakeError, Records, Side, Tls, TlsStream, channel_binding, exported, peer_identity,
+};
 
 use super::close::Goodbyes;
 
@@ -55,6 +58,14 @@ impl Stream {
         match self {
             Self::Plain(_) => None,
             Self::Tls(stream) => channel_binding(stream),
+        }
+    }
+
+    /// The holder of the certificate that the peer has shown. `None` without TLS or a certificate.
+    pub(super) fn peer_identity(&self) -> Option<Identity> {
+        match self {
+            Self::Plain(_) => None,
+            Self::Tls(stream) => peer_identity(stream),
         }
     }
 

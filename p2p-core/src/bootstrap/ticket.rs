@@ -3,6 +3,8 @@
 
 use std::fmt;
 
+use trust::Identity;
+
 use super::Reject;
 
 /// A ticket with the proof that this handshake may use it. Both are texts without a meaning here.
@@ -14,13 +16,15 @@ pub struct ShownTicket {
     pub proof: String,
 }
 
-/// The parts of a handshake that a proof covers.
+/// The parts of a handshake that a proof covers, and the identity of the peer.
 #[derive(Debug, Clone, Copy)]
 pub struct HandshakeBinding<'a> {
     /// Value that only the two ends of a TLS connection can derive from it; `None` without TLS.
     pub channel: Option<[u8; 32]>,
     /// The connecting side's hello with its header.
     pub hello: &'a [u8],
+    /// At the listening side, the holder of the certificate that the peer has shown. `None` without one.
+    pub peer: Option<&'a Identity>,
 }
 
 /// Gives the connecting side's tickets.

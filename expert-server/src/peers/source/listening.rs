@@ -14,7 +14,7 @@ pub(crate) struct SourceConfig {
     pub(crate) bind: SocketAddr,
     /// Address of this host for peers, if it is not that of `bind`.
     pub(crate) advertise: Option<IpAddr>,
-    /// Check of the tickets of peers; `None` asks for none.
+    /// Check of the tickets or certificates of peers; `None` asks for none.
     pub(crate) check: Option<Arc<dyn TicketCheck>>,
     /// Secret that peers must present; `None` asks for none.
     pub(crate) secret: Option<WeightsSecret>,

@@ -261,7 +261,8 @@ impl Io {
             (Step::AwaitHello, Message::Hello { hello, ticket, sides }) => {
                 if let Some(check) = &self.config.check {
                     let channel = handshake.socket.channel_binding();
-                    let binding = HandshakeBinding { channel, hello: bytes };
+                    let peer = handshake.socket.peer_identity();
+                    let binding = HandshakeBinding { channel, hello: bytes, peer: peer.as_ref() };
                     check
                         .check(handshake.shown.as_ref(), &binding)
                         .map_err(|reject| Failure::Refuse(reject.message))?;
@@ -356,7 +357,7 @@ impl Io {
         let tickets = handshake.caller.as_ref().and_then(|caller| caller.options.tickets.as_ref());
         if let Some(tickets) = tickets {
             let channel = handshake.socket.channel_binding();
-            let shown = tickets.show(&HandshakeBinding { channel, hello: &hello });
+            let shown = tickets.show(&HandshakeBinding { channel, hello: &hello, peer: None });
             handshake.push_message(&Message::Ticket(shown.map_err(Failure::Ticket)?));
         }
         handshake.out.extend(hello);

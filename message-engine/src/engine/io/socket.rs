@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use rustix::event::epoll;
 use rustix::net::sockopt;
+use trust::Identity;
 use trust::tls::rustls::{Connection as TlsConnection, Error as TlsError, InvalidMessage};
-use trust::tls::{Side, binding_of, explain};
+use trust::tls::{Side, binding_of, explain, identity_in};
 
 /// A stream in an epoll set, with a receive buffer.
 ///
@@ -76,6 +77,11 @@ impl ControlSocket {
     /// The value that binds a proof to this TLS connection; `None` without TLS.
     pub(super) fn channel_binding(&self) -> Option<[u8; 32]> {
         self.tls.as_deref().and_then(binding_of)
+    }
+
+    /// The holder of the certificate that the peer has shown; `None` without one.
+    pub(super) fn peer_identity(&self) -> Option<Identity> {
+        self.tls.as_deref().and_then(identity_in)
     }
 
     pub(super) fn addrs(&self) -> io::Result<(SocketAddr, SocketAddr)> {
