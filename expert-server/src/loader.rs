@@ -1,7 +1,8 @@
 //! Loads experts from peers and from the checkpoint's files, as the server's settings say.
 
+mod addresses;
+
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -222,7 +223,7 @@ impl Loader {
                 return Vec::new();
             }
         };
-        let mut peers = Vec::new();
+        let mut candidates = Vec::new();
         for member in members {
             if member.name == self.name || member.state == MemberState::Expired {
                 continue;
@@ -235,17 +236,31 @@ impl Loader {
             {
                 continue;
             }
-            let Some(weights_addr) = &member.weights_addr else { continue };
-            let host = weights_addr.rsplit_once(':').map_or(&**weights_addr, |(host, _)| host);
-            if let Err(error) = fetch.security.check_peer(host) {
+            let Some(weights_addr) = member.weights_addr.clone() else { continue };
+            if let Err(error) = fetch.security.check_peer(host_of(&weights_addr)) {
                 tracing::warn!(peer = member.name, %error, "weights of a server are not read");
                 continue;
             }
-            if let Some(addr) = resolve(weights_addr).await {
-                let tickets = ticket.map(|ticket| ticket.for_member(&member));
-                let options = ConnectOptions { host: Some(host.to_owned()), tickets };
-                peers.push(Peer { name: member.name, addr, options });
-            }
+            candidates.push((member, weights_addr));
+        }
+        let names: Vec<&str> = candidates.iter().map(|(_, addr)| &**addr).collect();
+        let addrs = addresses::resolve(&names).await;
+        let mut unknown =
+            addrs.iter().zip(&names).filter_map(|(addr, name)| addr.is_none().then_some(*name));
+        if let Some(first) = unknown.next() {
+            let others = unknown.count();
+            tracing::warn!(
+                first,
+                others,
+                "the resolver knows no address: weights of these servers are not read"
+            );
+        }
+        let mut peers = Vec::new();
+        for ((member, weights_addr), addr) in candidates.iter().zip(addrs) {
+            let Some(addr) = addr else { continue };
+            let tickets = ticket.map(|ticket| ticket.for_member(member));
+            let options = ConnectOptions { host: Some(host_of(weights_addr).to_owned()), tickets };
+            peers.push(Peer { name: member.name.clone(), addr, options });
         }
         // Servers that start at the same time do not all begin with the same peer.
         let start = self.name.bytes().fold(0, |sum, byte| sum + usize::from(byte));
@@ -253,6 +268,10 @@ impl Loader {
         peers.rotate_left(middle);
         peers
     }
+}
+
+fn host_of(addr: &str) -> &str {
+    addr.rsplit_once(':').map_or(addr, |(host, _)| host)
 }
 
 /// Experts of a load that ended with a panic. Some of them may be loaded.
@@ -265,15 +284,6 @@ fn count(metrics: &ServerMetrics, progress: &LoadingProgress, bytes: u64, is_fro
     metrics.expert_bytes.add(bytes as i64);
     metrics.count_weights_read(bytes, is_from_peer);
     progress.add(bytes, is_from_peer);
-}
-
-/// The address of a peer. Waits for the resolver up to [`RESOLVE_TIMEOUT`].
-async fn resolve(addr: &str) -> Option<SocketAddr> {
-    if let Ok(addr) = addr.parse() {
-        return Some(addr);
-    }
-    let lookup = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host(addr));
-    lookup.await.ok()?.ok()?.next()
 }
 
 /// Progress of the load under way, for status and logs.
@@ -353,7 +363,5 @@ impl Drop for StopOnDrop {
 
 /// Most experts of peers that are read at a time.
 const MAX_READS: usize = 16;
-/// Longest wait for the address of one peer.
-const RESOLVE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest wait for a ticket before a load takes its experts from files.
 const BEFORE_FILES: Duration = Duration::from_secs(5);
