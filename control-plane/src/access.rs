@@ -110,7 +110,7 @@ impl Caller {
         }
     }
 
-    /// Identity to which tickets are issued. Callers that share an identity with everyone count by their address, an IPv6
+    /// Identity to which tickets are issued and memory is lent. Callers that share an identity with everyone count by their address, an IPv6
     /// address with its /64.
     pub(crate) fn holder(&self) -> String {
         let name = &self.name[..self.name.floor_char_boundary(MAX_HOLDER_NAME)];

@@ -219,8 +219,10 @@ pub struct Limits {
     pub max_head_bytes: usize,
     /// Most header lines of a request.
     pub max_headers: usize,
-    /// Largest body of a request in bytes.
+    /// Largest body of a request about each expert of a server, in bytes. Other bodies have at most 16 KiB.
     pub max_body_bytes: usize,
+    /// Most bytes of all bodies at a time, except for those with digests. One identity may hold as many as it leaves free.
+    pub max_bodies_bytes: usize,
     /// Largest body with the digests of the model's tensors in bytes. One such body stays in memory.
     pub max_digests_bytes: usize,
     /// Most requests a second of one caller.
@@ -263,7 +265,8 @@ impl Default for Limits {
             max_head_bytes: 16 << 10,
             max_headers: 64,
             max_body_bytes: 8 << 20,
-            max_digests_bytes: 128 << 20,
+            max_bodies_bytes: 128 << 20,
+            max_digests_bytes: 64 << 20,
             rates: RateLimits::default(),
             head_timeout: Duration::from_secs(5),
             request_timeout: Duration::from_secs(5),

@@ -1,5 +1,6 @@
 //! The HTTP interface: routes, authentication, timeouts, errors as JSON.
 
+mod bodies;
 mod change;
 mod cross_site;
 mod digests;
@@ -21,7 +22,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use axum::Router;
-use axum::extract::{DefaultBodyLimit, MatchedPath, Request, State};
+use axum::extract::{MatchedPath, Request, State};
 use axum::http::{HeaderValue, Method};
 use axum::middleware::{self, Next};
 use axum::response::Response;
@@ -38,6 +39,7 @@ use crate::config::Limits;
 use crate::editions::Editions;
 use crate::metrics::Metrics;
 use crate::role::{Role, Roles};
+use bodies::{BodyMemory, BodySize};
 use error::HttpError;
 pub(crate) use exposure::Exposure;
 use guard::{ANY_ROLE, Rules};
@@ -61,6 +63,7 @@ pub(crate) struct App {
     rates: Arc<Rates>,
     rules: Arc<Rules>,
     watch_permits: Arc<WatchPermits>,
+    body_memory: Arc<BodyMemory>,
     /// Requests that may hold digests in memory at a time.
     digest_permits: Arc<Semaphore>,
     /// Turns true at shutdown: watches end, and `/readyz` fails.
@@ -93,6 +96,7 @@ impl App {
             value.set_sensitive(true);
             Some(value)
         });
+        let body_memory = BodyMemory::new(limits.max_bodies_bytes, guarding.metrics.clone());
         Self {
             roles,
             boards,
@@ -105,6 +109,7 @@ impl App {
             rates: Arc::new(Rates::new(limits.rates)),
             rules: Arc::new(Rules::new(&all_routes())),
             watch_permits: WatchPermits::new(&limits),
+            body_memory,
             digest_permits: Arc::new(Semaphore::new(MAX_DIGEST_UPLOADS)),
             limits,
             exposure,
@@ -129,17 +134,23 @@ struct Route {
     rule: Rule,
     /// Name of the change in the audit log, for a route that changes the fleet.
     action: Option<&'static str>,
+    body: BodySize,
     handler: MethodRouter<App>,
 }
 
 impl Route {
     fn new(method: Method, path: &'static str, rule: Rule, handler: MethodRouter<App>) -> Self {
-        Self { method, path, rule, action: None, handler }
+        Self { method, path, rule, action: None, body: BodySize::default(), handler }
     }
 
     /// The route, with each of its requests in the audit log as `action`.
     fn audited(self, action: &'static str) -> Self {
         Self { action: Some(action), ..self }
+    }
+
+    /// The route, for larger bodies than most.
+    fn with_body(self, body: BodySize) -> Self {
+        Self { body, ..self }
     }
 }
 
@@ -167,7 +178,8 @@ fn all_routes() -> Vec<Route> {
         read("/v1/placement", ANY_ROLE, get(routes::placement)),
         read("/v1/placement/watch", ANY_ROLE, get(watch::placement_watch)),
         read(DIGESTS_PATH, ANY_ROLE, get(digests::model_digests)),
-        change(Method::PUT, DIGESTS_PATH, server, put(digests::store_model_digests)),
+        change(Method::PUT, DIGESTS_PATH, server, put(digests::store_model_digests))
+            .with_body(BodySize::Digests),
         read("/v1/models", ANY_ROLE, get(models::models)),
         change(Method::POST, "/v1/models", operator, post(models::add_model)).audited("add_model"),
         change(Method::POST, "/v1/models/switch", operator, post(models::switch_model))
@@ -184,11 +196,15 @@ fn all_routes() -> Vec<Route> {
         read("/v1/goals", people, get(routes::goals)),
         change(Method::PUT, "/v1/goals", operator, put(routes::set_goals)).audited("goals"),
         read("/v1/members", members, get(routes::members)),
-        change(Method::POST, "/v1/members", server, post(routes::register)).audited("register"),
+        change(Method::POST, "/v1/members", server, post(routes::register))
+            .audited("register")
+            .with_body(BodySize::PerExpert),
         change(Method::DELETE, "/v1/members/{id}", own_or_operator, delete(routes::leave))
             .audited("leave"),
-        change(Method::PUT, "/v1/members/{id}/lease", own, put(routes::renew)),
-        change(Method::POST, "/v1/members/{id}/ready", own, post(routes::ready)),
+        change(Method::PUT, "/v1/members/{id}/lease", own, put(routes::renew))
+            .with_body(BodySize::PerExpert),
+        change(Method::POST, "/v1/members/{id}/ready", own, post(routes::ready))
+            .with_body(BodySize::PerExpert),
         change(Method::POST, "/v1/members/{id}/drain", own_or_operator, post(routes::drain))
             .audited("drain"),
         change(Method::POST, "/v1/members/{id}/resume", operator, post(routes::resume))
@@ -217,7 +233,6 @@ pub(crate) fn router(app: App) -> Router {
     router
         .fallback(not_found)
         .method_not_allowed_fallback(wrong_method)
-        .layer(DefaultBodyLimit::max(app.limits.max_body_bytes))
         .layer(middleware::from_fn_with_state(app.clone(), forward::forward))
         .layer(middleware::from_fn_with_state(app.clone(), guard::guard))
         .layer(middleware::from_fn_with_state(app.clone(), measure))
@@ -237,5 +252,4 @@ async fn measure(State(app): State<App>, request: Request, next: Next) -> Respon
 
 /// Bounds the memory for uploads of digests.
 const MAX_DIGEST_UPLOADS: usize = 2;
-/// Its bodies may be larger than those of other routes.
 const DIGESTS_PATH: &str = "/v1/model/digests";

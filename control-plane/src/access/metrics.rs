@@ -26,15 +26,18 @@ pub(crate) enum RefusalReason {
     IdentityRate,
     /// The member sends too many requests.
     MemberRate,
+    /// The bodies of the caller's requests hold too much memory.
+    BodyMemory,
 }
 
 impl RefusalReason {
-    const ALL: [Self; 5] = [
+    const ALL: [Self; 6] = [
         Self::Unauthorized,
         Self::Forbidden,
         Self::AddressRate,
         Self::IdentityRate,
         Self::MemberRate,
+        Self::BodyMemory,
     ];
 
     fn name(self) -> &'static str {
@@ -44,6 +47,7 @@ impl RefusalReason {
             Self::AddressRate => "address_rate",
             Self::IdentityRate => "identity_rate",
             Self::MemberRate => "member_rate",
+            Self::BodyMemory => "body_memory",
         }
     }
 }
@@ -54,7 +58,7 @@ impl AccessMetrics {
         let refused = IntCounterVec::new(
             Opts::new(
                 names::REFUSED_REQUESTS_TOTAL,
-                "Requests refused before their route saw them, by reason: unauthorized (no or a wrong identity), forbidden (wrong role or another server's member), address_rate, identity_rate, member_rate (too many requests).",
+                "Requests refused before their route saw them, by reason: unauthorized (no or a wrong identity), forbidden (wrong role or another server's member), address_rate, identity_rate, member_rate (too many requests), body_memory (too many large requests at a time).",
             ),
             &["reason"],
         )?;

@@ -1,14 +1,15 @@
 //! Parts of a request as handlers take them. A part that is not as expected is refused in the form of the API's errors.
 
-use axum::body::Bytes;
+use std::sync::Arc;
+
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
-use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::http::request::Parts;
 use control_api::{MemberId, code};
 use serde::de::DeserializeOwned;
 
 use super::App;
+use super::bodies::BodyShare;
 use super::error::HttpError;
 
 /// The query of a route.
@@ -63,19 +64,15 @@ pub(super) struct Body<T>(pub(super) T);
 impl<T: DeserializeOwned> FromRequest<App> for Body<T> {
     type Rejection = HttpError;
 
-    async fn from_request(request: Request, state: &App) -> Result<Self, HttpError> {
+    async fn from_request(request: Request, _: &App) -> Result<Self, HttpError> {
         // Requiring the content type stops web pages from posting here without the browser's CORS
         // preflight request.
         let content_type = request.headers().get(CONTENT_TYPE).cloned();
-        let bytes = Bytes::from_request(request, state).await.map_err(|rejection| {
-            let text = rejection.body_text();
-            match rejection.status() {
-                StatusCode::PAYLOAD_TOO_LARGE => {
-                    HttpError::body_too_large(state.limits.max_body_bytes)
-                }
-                _ => HttpError::new(code::BAD_REQUEST, format!("the body cannot be read: {text}")),
-            }
+        let share = request.extensions().get::<Arc<BodyShare>>().cloned();
+        let share = share.ok_or_else(|| {
+            HttpError::new(code::INTERNAL, "the request has no memory for its body")
         })?;
+        let bytes = share.read(request.into_body()).await?;
         let is_json = content_type.is_some_and(|value| {
             value.as_bytes().to_ascii_lowercase().starts_with(b"application/json")
         });

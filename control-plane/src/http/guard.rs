@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{MatchedPath, Request, State};
-use axum::http::header::{AUTHORIZATION, CONTENT_LENGTH};
+use axum::http::header::AUTHORIZATION;
 use axum::http::{HeaderValue, Method};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -13,11 +14,12 @@ use control_api::{AuditEntry, AuditTickets, MemberId, code};
 use httpd::{PeerAddr, Standing};
 use trust::{Identity, Role};
 
+use super::bodies::{BodyShare, BodySize};
 use super::cross_site::{self, Foreign};
 use super::error::{Failure, HttpError};
 use super::extract::member_id;
 use super::request_id::{REQUEST_ID, RequestId};
-use super::{App, DIGESTS_PATH, Route, forward, page};
+use super::{App, Route, forward, page};
 use crate::access::audit::Kind;
 use crate::access::metrics::RefusalReason;
 use crate::access::rates::Bucket;
@@ -32,6 +34,7 @@ struct Entry {
     rule: Rule,
     /// Name of the change in the audit log.
     action: Option<&'static str>,
+    body: BodySize,
     /// Name of the request in messages.
     what: String,
 }
@@ -41,6 +44,7 @@ impl Rules {
         let entry = |route: &Route| Entry {
             rule: route.rule,
             action: route.action,
+            body: route.body,
             what: format!("{} {}", route.method, route.path),
         };
         Self(
@@ -52,7 +56,12 @@ impl Rules {
     fn find(&self, method: &Method, path: Option<&str>) -> Entry {
         // A route for GET answers HEAD, too.
         let method = if method == Method::HEAD { &Method::GET } else { method };
-        let unknown = || Entry { rule: ANY_ROLE, action: None, what: format!("this {method}") };
+        let unknown = || Entry {
+            rule: ANY_ROLE,
+            action: None,
+            body: BodySize::default(),
+            what: format!("this {method}"),
+        };
         match path {
             Some(path) if page::is_page(path) => Entry { rule: Rule::Open, ..unknown() },
             Some(path) => self.0.get(&(method.clone(), path)).cloned().unwrap_or_else(unknown),
@@ -86,7 +95,9 @@ pub(super) async fn guard(State(app): State<App>, mut request: Request, next: Ne
                 Ok(()) => {
                     request.extensions_mut().insert(caller.clone());
                     request.extensions_mut().insert(id.clone());
-                    bounded(&app, request, next).await
+                    let max_body_bytes = entry.body.max_bytes(&app.limits);
+                    let body = BodyShare::new(&app.body_memory, caller.holder(), max_body_bytes);
+                    bounded(&app, &body, request, next).await
                 }
             };
             if let Some(action) = entry.action {
@@ -224,18 +235,12 @@ fn member_of(route: Option<&str>, path: &str) -> Option<Result<MemberId, HttpErr
     Some(member_id(text))
 }
 
-/// Runs the route, with limits on the announced body and on the time for body and answer.
-async fn bounded(app: &App, request: Request, next: Next) -> Response {
-    // Refuse a body that is announced as too large without reading it.
-    let announced = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok());
-    let announced = announced.and_then(|length| length.parse::<u64>().ok());
-    let max_body_bytes = match request.uri().path() {
-        DIGESTS_PATH => app.limits.max_digests_bytes,
-        _ => app.limits.max_body_bytes,
-    };
-    if announced.is_some_and(|length| length > max_body_bytes as u64) {
-        return HttpError::body_too_large(max_body_bytes).into_response();
+/// Runs the route, with limits on the body and on the time for body and answer.
+async fn bounded(app: &App, body: &Arc<BodyShare>, mut request: Request, next: Next) -> Response {
+    if let Err(refusal) = body.check_announced(request.headers()) {
+        return refusal.into_response();
     }
+    request.extensions_mut().insert(Arc::clone(body));
     let limit = app.limits.request_timeout;
     match tokio::time::timeout(limit, next.run(request)).await {
         Ok(response) => response,

@@ -10,6 +10,8 @@ use control_api::{
 use switchyard_control_plane::{BindError, EtcdConfig};
 use tempfile::TempDir;
 use test_support::etcd::EtcdCluster;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use trust::Role;
 use trust::ticket::SecretKey;
@@ -584,5 +586,54 @@ async fn reports_with_control_characters_are_refused_or_escaped_before() {
     let reports = &client.members().await.unwrap()[0].reports;
     assert_eq!(reports.len(), 1);
     assert_eq!(reports[0].reason, "it sent \\u001b[2J\\u000a");
+    plane.stop().await;
+}
+
+/// A request with the first bytes of a body of `announced` bytes.
+async fn begin_body(plane: &Plane, path: &str, token: &str, announced: usize) -> TcpStream {
+    let mut stream = TcpStream::connect(plane.addr).await.unwrap();
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n\
+         content-type: application/json\r\ncontent-length: {announced}\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    // The control plane may refuse the head and close.
+    let _ = stream.write_all(&b" ".repeat(announced / 2)).await;
+    stream
+}
+
+#[tokio::test]
+async fn slow_bodies_of_one_identity_leave_memory_for_the_others() {
+    let tokens = Tokens::new();
+    let (greedy, modest) = (tokens.add("gpu-1", Role::Server), tokens.add("gpu-2", Role::Server));
+    let mut config = tokens.config();
+    config.limits.max_bodies_bytes = 100_000;
+    config.limits.request_timeout = Duration::from_secs(60);
+    let plane = Plane::start(config).await;
+
+    // Half of the memory is five half bodies. With parts of bodies, a sixth one may find room.
+    let mut bodies = tokio::task::JoinSet::new();
+    for _ in 0..20 {
+        let mut stream = begin_body(&plane, "/v1/members", &greedy, 20_000).await;
+        bodies.spawn(async move {
+            let mut answer = [0; 12];
+            stream.read_exact(&mut answer).await.unwrap();
+            answer
+        });
+    }
+    for _ in 0..14 {
+        let answer = tokio::time::timeout(BOUND, bodies.join_next()).await.expect("more are read");
+        assert_eq!(&answer.unwrap().unwrap(), b"HTTP/1.1 429");
+    }
+    serve(&client_of(&plane, &modest), "b", 1).await;
+    // The end of its connections frees the memory.
+    bodies.shutdown().await;
+    eventually(async || client_of(&plane, &greedy).register(&request("a", 1)).await.ok()).await;
+
+    // A ticket needs no such body.
+    let mut stream = begin_body(&plane, "/v1/tickets", &greedy, 20_000).await;
+    let mut answer = [0; 12];
+    stream.read_exact(&mut answer).await.unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 413");
     plane.stop().await;
 }
