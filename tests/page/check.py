@@ -130,6 +130,7 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     refused = [text for text in browser.messages if "401" not in text]
     expect(not refused, f"console: {refused}")
     text = browser.evaluate("document.body.innerText")
+    expect("\u202e" not in text and "3 shm\\u202e" in text, "a member's text turns the page's text around")
     for expected in ("degraded", "deepseek_v3", f"{mock.HOSTILE} holds 5 experts", mock.HOSTILE, "137 of 140", "unreachable: connection refused", "INSECURE: plain text", "INSECURE: server-0: plain text to other hosts", "not used: verbs: no device", "server-1 is draining", f"{mock.HOSTILE} from 10.0.0.9", "forbidden: that needs the role operator"):
         expect(expected in text, f"the page lacks {expected!r}")
     expect(browser.evaluate("document.getElementById('models').hidden"), "a fleet with one model shows an update")

@@ -78,7 +78,7 @@ class Fleet:
                     **({"phases": phases(nth)} if nth < num_members - 1 else {}),
                     "num_tokens": sum(entry["num_tokens"] for entry in loads[nth]),
                     "experts": loads[nth],
-                    "links": [{"transport": "shm" if nth % 2 else "libfabric", "num_links": 3, "left_out": ["verbs: no device"] if nth == 0 else []}],
+                    "links": [{"transport": "shm\u202e" if nth == 1 else "shm" if nth % 2 else "libfabric", "num_links": 3, "left_out": ["verbs: no device"] if nth == 0 else []}],
                     "device": f"cuda:{nth % 8}",
                 },
                 **({"unreachable": "connection refused"} if nth == 2 else {}),

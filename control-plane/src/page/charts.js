@@ -1,5 +1,7 @@
 // Lines over the time that this page is open.
 
+import { clock } from "./model.js";
+
 const MAX_POINTS = 900;
 // Time axis of a page that has just been opened.
 const LEAST_SECONDS = 60;
@@ -31,9 +33,9 @@ export class Chart {
       legend: { show: this.names.length > 1 },
       cursor: { y: false },
       scales: { x: { range: (_, low, high) => [Math.min(low, high - LEAST_SECONDS), high] }, y: { range: (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.1 : 1] } },
-      axes: [axis, { ...axis, size: 60, values: (_, values) => values.map(this.format) }],
+      axes: [{ ...axis, space: 80, values: (_, values) => values.map((seconds) => clock(seconds * 1000)) }, { ...axis, size: 60, values: (_, values) => values.map(this.format) }],
       series: [
-        { value: (_, seconds) => (seconds == null ? "" : new Date(seconds * 1000).toLocaleTimeString()) },
+        { value: (_, seconds) => (seconds == null ? "" : clock(seconds * 1000)) },
         ...this.names.map((label, nth) => ({
           label,
           stroke: strokes[nth],

@@ -5,7 +5,7 @@ import { Chart } from "./charts.js";
 import { Goals } from "./goals.js";
 import { Heat } from "./heat.js";
 import { Members } from "./members.js";
-import { compact, duration, editionsOf, health, heatmap, layerMap, micros, number, shortened, summary } from "./model.js";
+import { clock, compact, duration, editionsOf, health, heatmap, layerMap, micros, number, shortened, summary } from "./model.js";
 
 const PERIOD_MS = 2000;
 // The caller's roles may change while the page is open.
@@ -235,7 +235,7 @@ function showEvents() {
   const shown = state.events.filter((event) => !$("only-problems").checked || event.severity !== "info").slice(0, 200);
   const items = shown.map((event) => {
     const item = make("li");
-    const time = make("time", new Date(event.unix_ms).toLocaleTimeString());
+    const time = make("time", clock(event.unix_ms));
     time.dateTime = new Date(event.unix_ms).toISOString();
     const severity = { warn: "warn", error: "bad" }[event.severity] ?? "";
     item.append(time, make("span", event.text, severity));
@@ -250,7 +250,7 @@ function showChanges() {
   const rows = entries.map((entry) => {
     const row = make("tr");
     const time = make("td");
-    time.append(make("time", new Date(entry.unix_ms).toLocaleTimeString()));
+    time.append(make("time", clock(entry.unix_ms)));
     const what = [entry.action, entry.target].filter(Boolean).join(" ");
     const who = entry.address ? `${entry.name} from ${entry.address}` : entry.name;
     const outcome = [entry.outcome, entry.detail].filter(Boolean).join(": ");

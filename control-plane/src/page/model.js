@@ -122,6 +122,11 @@ export function duration(ms) {
   return parts.slice(first, first + 2).map(([value, unit]) => `${value} ${unit}`).join(" ");
 }
 
+// The time of day of a moment, in 24 hours.
+export function clock(ms) {
+  return new Date(ms).toLocaleTimeString("en", { hourCycle: "h23" });
+}
+
 export function micros(us) {
   if (us == null) return "–";
   const [value, unit] = us < 1000 ? [us, "µs"] : us < 1e6 ? [us / 1000, "ms"] : [us / 1e6, "s"];
