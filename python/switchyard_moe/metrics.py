@@ -4,7 +4,7 @@
 
     prometheus_client.REGISTRY.register(switchyard_moe.metrics.ClientCollector(client))
 
-Needs the package ``prometheus_client``, which ``pip install switchyard-moe[metrics]`` brings.
+Needs the package ``prometheus_client``, which the extra ``metrics`` of the wheel brings.
 """
 
 from __future__ import annotations

@@ -139,6 +139,8 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     expect(browser.evaluate(cells)[:2] == ["– – –", "37 µs 1.4 ms 9.4 µs"], f"phases: {browser.evaluate(cells)}")
     charted = "document.querySelector('#chart-phases .u-legend')?.innerText ?? ''"
     browser.until(f"({charted}).includes('combine')")
+    boxes = "[...document.querySelectorAll('.chart .u-legend')].map((legend) => legend.closest('.chart').getBoundingClientRect().bottom - legend.getBoundingClientRect().bottom)"
+    expect(min(browser.evaluate(boxes)) >= 0, f"legends end outside of their charts: {browser.evaluate(boxes)}")
     expect(browser.evaluate("document.title") != "owned", "a member's name ran as HTML")
     expect(browser.evaluate("document.querySelectorAll('main img').length") == 0, "a member's name became an image")
 

@@ -24,7 +24,7 @@ enum Action {
     },
     /// Accept servers of another model beside the current one.
     Add {
-        /// Fingerprint of the model, as `inspect --weights sampled` prints it.
+        /// Fingerprint of the model, as `inspect --verify sampled` prints it.
         fingerprint: String,
         #[command(flatten)]
         control: super::ControlArgs,

@@ -2,6 +2,7 @@
 
 mod commands;
 mod dashboards;
+mod documents;
 mod follow;
 mod observability;
 mod plan;

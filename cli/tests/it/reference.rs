@@ -160,7 +160,7 @@ const GENERATED: &str = "<!-- Generated from the code. \
 const HOW_TO_WRITE: &str =
     "run SWITCHYARD_BLESS=1 cargo nextest run -p switchyard-cli --features verbs reference::";
 /// Options by the feature that they need: the beginnings of their names.
-const FEATURE_OPTIONS: [(&str, &str); 2] = [("verbs-config", "verbs"), ("ibgda-", "ibgda")];
+pub const FEATURE_OPTIONS: [(&str, &str); 2] = [("verbs-config", "verbs"), ("ibgda-", "ibgda")];
 /// Lines of the reference that describe options which this build does not have.
 const MISSING_OPTIONS: &[&str] = match (cfg!(feature = "verbs"), cfg!(feature = "ibgda")) {
     (true, true) => &[],

@@ -3,6 +3,9 @@
 import { clock } from "./model.js";
 
 const MAX_POINTS = 900;
+// Pixels of a chart, as in style.css, and of a legend in one line.
+const HEIGHT = 150;
+const LEGEND_HEIGHT = 30;
 // Time axis of a page that has just been opened.
 const LEAST_SECONDS = 60;
 
@@ -17,8 +20,9 @@ export class Chart {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.build());
   }
 
+  // Of the plot; the legend stands below it.
   size() {
-    return { width: Math.max(200, this.element.clientWidth), height: 150 };
+    return { width: Math.max(200, this.element.clientWidth), height: this.names.length > 1 ? HEIGHT - LEGEND_HEIGHT : HEIGHT };
   }
 
   // uPlot takes colours once, so another theme needs another plot.
@@ -32,7 +36,7 @@ export class Chart {
       ...this.size(),
       legend: { show: this.names.length > 1 },
       cursor: { y: false },
-      scales: { x: { range: (_, low, high) => [Math.min(low, high - LEAST_SECONDS), high] }, y: { range: (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.1 : 1] } },
+      scales: { x: { range: (_, low, high) => (low == null ? [now() - LEAST_SECONDS, now()] : [Math.min(low, high - LEAST_SECONDS), high]) }, y: { range: (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.1 : 1] } },
       axes: [{ ...axis, space: 80, values: (_, values) => values.map((seconds) => clock(seconds * 1000)) }, { ...axis, size: 60, values: (_, values) => values.map(this.format) }],
       series: [
         { value: (_, seconds) => (seconds == null ? "" : clock(seconds * 1000)) },
@@ -45,7 +49,6 @@ export class Chart {
         })),
       ],
     };
-    if (this.names.length > 1) options.height -= 30;
     this.plot = new window.uPlot(options, this.data, this.element);
   }
 
@@ -56,4 +59,8 @@ export class Chart {
     });
     this.plot.setData(this.data);
   }
+}
+
+function now() {
+  return Date.now() / 1000;
 }
