@@ -8,6 +8,7 @@ mod session;
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -270,10 +271,15 @@ impl Work<'_> {
         }
     }
 
+    /// Reads an expert. A panic is an error like others: the caller still knows which expert it was, so another peer or
+    /// the disk gives it.
     fn read(&self, peer: (usize, usize), expert: (u32, u32)) -> Result<(), ReadError> {
-        let read = self.session.read(peer, expert, self.store, self.stop)?;
-        (self.count)(read);
-        Ok(())
+        let read = || {
+            let read = self.session.read(peer, expert, self.store, self.stop)?;
+            (self.count)(read);
+            Ok(())
+        };
+        catch_unwind(AssertUnwindSafe(read)).unwrap_or(Err(ReadError::Panicked))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

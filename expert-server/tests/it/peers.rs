@@ -2,6 +2,7 @@
 
 mod certificates;
 mod gpu;
+mod misdeeds;
 mod raw;
 mod tickets;
 

@@ -36,6 +36,9 @@ pub(super) enum ReadError {
     Unreachable(String),
     #[error("the read was stopped")]
     Stopped,
+    /// The thread panicked. The log has the place.
+    #[error("reading it panicked")]
+    Panicked,
 }
 
 /// The peer to ask for an expert.
@@ -225,15 +228,13 @@ impl Session {
         stop: &AtomicBool,
     ) -> Result<ReadExpert, ReadError> {
         let source = &self.sources[peer];
-        source.lock().num_reading += 1;
+        let _reading = source.begin_reading();
         let connection = source.connections.get(thread % source.connections.len().max(1));
         let outcome = match connection {
             Some(connection) => self.read_from(source, connection, expert, store, stop),
             None => Err(ReadError::Failed("it has no connection".to_owned())),
         };
-        let mut state = source.lock();
-        state.num_reading -= 1;
-        state.has_failed |= matches!(outcome, Err(ReadError::Failed(_)));
+        source.lock().has_failed |= matches!(outcome, Err(ReadError::Failed(_)));
         outcome
     }
 
@@ -266,6 +267,7 @@ impl Session {
             }
             _ => return Err(ReadError::Failed("an unexpected answer".to_owned())),
         };
+        failpoint!("server::in_weights_read");
         let outcome = self.read_granted(connection, (layer, expert), &grant, store, stop);
         give_back(connection, id);
         outcome.map(|bytes| ReadExpert { bytes, is_from_device: false })
@@ -366,8 +368,23 @@ impl Source {
         self.connections.iter().find(|connection| connection.id() == id)
     }
 
+    /// Counts a read until the result is dropped.
+    fn begin_reading(&self) -> Reading<'_> {
+        self.lock().num_reading += 1;
+        Reading(self)
+    }
+
     fn lock(&self) -> MutexGuard<'_, SourceState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A read under way.
+struct Reading<'a>(&'a Source);
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        self.0.lock().num_reading -= 1;
     }
 }
 

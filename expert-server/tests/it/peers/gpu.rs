@@ -12,7 +12,7 @@ use crate::device::{SLOT, check, devices, join};
 const DTYPE: WireDtype = WireDtype::Bf16;
 
 impl Fleet {
-    fn gpu_config(
+    pub(super) fn gpu_config(
         &self,
         name: &str,
         dir: &Path,
