@@ -1,5 +1,7 @@
 //! Peers that break the protocol, and reads that fail in this server.
 
+use std::os::unix::fs::FileExt;
+
 use test_support::own_process::is_alone;
 
 use super::*;
@@ -59,4 +61,63 @@ async fn an_expert_whose_read_panics_is_read_again() {
         server.shutdown().await;
     }
     scenario.teardown();
+}
+
+/// The files of a server go bad while it serves, so it cannot read what it is assigned later.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn experts_that_a_background_load_cannot_read_are_reported() {
+    let mut rng = seeded();
+    let folders = Folders::random(&mut rng, Preset::MiniDeepseekV3);
+    let own = tempfile::tempdir().expect("a folder");
+    for entry in std::fs::read_dir(&folders.full).expect("the files").flatten() {
+        std::fs::copy(entry.path(), own.path().join(entry.file_name())).expect("copied");
+    }
+    let mut control = ControlConfig::new("127.0.0.1:0", 1, 1);
+    let mut balance = BalanceSettings::default();
+    balance.goals.min_replicas = 1;
+    balance.settle = Duration::from_millis(50);
+    control.balance = Some(balance);
+    let fleet = Fleet::start(control).await;
+    let a = fleet.server("a", &folders.full, WeightsFrom::Disk).await;
+    a.serving(PATIENCE).await.expect("a serves");
+    let b = fleet.server("b", own.path(), WeightsFrom::Disk).await;
+    b.serving(PATIENCE).await.expect("b serves");
+    let share = b.holds().num_experts();
+    assert!(share < num_experts(&folders.full), "{share} experts");
+
+    damage_weights(own.path());
+    fleet.client().set_goals(&FleetGoals { replicas: 2, spare: 0.0 }).await.expect("new goals");
+    let deadline = Instant::now() + PATIENCE;
+    let unreadable = loop {
+        let members = fleet.members().await;
+        let b = members.into_iter().find(|member| member.name == "b").expect("a member");
+        match b.load.map(|load| load.unreadable) {
+            Some(unreadable) if !unreadable.is_empty() => break unreadable,
+            _ => assert!(Instant::now() < deadline, "b reports nothing"),
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    let held = b.holds();
+    assert_eq!(held.num_experts(), share);
+    for entry in &unreadable.layers {
+        assert!(entry.experts.iter().all(|&expert| !held.contains(entry.layer, expert)));
+    }
+    for server in [a, b] {
+        server.shutdown().await;
+    }
+}
+
+/// Makes all values of a checkpoint's fp8 tensors NaN, in the files that servers have mapped.
+fn damage_weights(dir: &Path) {
+    for entry in std::fs::read_dir(dir).expect("the files").flatten() {
+        if entry.path().extension().is_none_or(|extension| extension != "safetensors") {
+            continue;
+        }
+        let bytes = std::fs::read(entry.path()).expect("read");
+        let header = u64::from_le_bytes(*bytes.first_chunk().expect("a length"));
+        let data = 8 + header as usize;
+        let file = std::fs::OpenOptions::new().write(true).open(entry.path()).expect("opened");
+        let damage = vec![0xff; bytes.len() - data];
+        file.write_all_at(&damage, data as u64).expect("written");
+    }
 }
