@@ -55,9 +55,12 @@ pub(super) struct Session {
     shape: ExpertShape,
     sources: Vec<Source>,
     next_id: AtomicU64,
-    /// Threads that wait for a response, by request.
-    waiting: Mutex<HashMap<u64, mpsc::SyncSender<Response>>>,
+    waiting: Mutex<Waiting>,
 }
+
+/// Threads that wait for a response, by connection and number of the request: a source answers no request that others
+/// were sent.
+type Waiting = HashMap<(u64, u64), mpsc::SyncSender<Response>>;
 
 struct Source {
     name: String,
@@ -201,7 +204,8 @@ impl Session {
                         Response::Refused { id, .. } => *id,
                         Response::Index { .. } => None,
                     };
-                    let waiting = id.and_then(|id| self.lock_waiting().remove(&id));
+                    let key = id.map(|id| (notification.connection, id));
+                    let waiting = key.and_then(|key| self.lock_waiting().remove(&key));
                     if let Some(waiting) = waiting {
                         // The thread may have given up.
                         let _ = waiting.send(response);
@@ -308,7 +312,8 @@ impl Session {
         id: u64,
     ) -> Result<Response, ReadError> {
         let (sender, receiver) = mpsc::sync_channel(1);
-        self.lock_waiting().insert(id, sender);
+        let key = (connection.id(), id);
+        self.lock_waiting().insert(key, sender);
         let begin = Instant::now();
         let sent = connection.notify(&wire::encode(request), begin + REPLY_TIMEOUT);
         let response = match sent {
@@ -331,7 +336,7 @@ impl Session {
             },
             Err(error) => Err(error.to_string()),
         };
-        self.lock_waiting().remove(&id);
+        self.lock_waiting().remove(&key);
         match response.map_err(ReadError::Failed)? {
             granted @ (Response::Grant { .. } | Response::DeviceGrant { .. }) => Ok(granted),
             Response::Later { after_ms, .. } => {
@@ -342,7 +347,7 @@ impl Session {
         }
     }
 
-    fn lock_waiting(&self) -> MutexGuard<'_, HashMap<u64, mpsc::SyncSender<Response>>> {
+    fn lock_waiting(&self) -> MutexGuard<'_, Waiting> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -7,7 +7,7 @@ use httpd::trust::tls::Security;
 use message_engine::ConnectOptions;
 use rand::RngExt;
 
-use super::super::FetchShape;
+use super::super::{FetchShape, SetOnDrop};
 use super::*;
 use crate::config::Secret;
 use crate::peers::{ModelIdentity, WeightsSecret};
@@ -32,6 +32,69 @@ fn hello_bytes(listener: &TcpListener, secret: &str) -> Vec<u8> {
             Ok(len) => received.extend_from_slice(&buffer[..len]),
         }
     }
+}
+
+fn fetch_with(secret: Option<WeightsSecret>) -> Fetch {
+    let (fingerprint, parameters) = ("f".to_owned(), "p".to_owned());
+    Fetch {
+        identity: ModelIdentity { fingerprint, parameters },
+        local: Ipv4Addr::LOCALHOST.into(),
+        secret,
+        security: Security::default(),
+        wants_ticket: false,
+        patience: HELLO_TIMEOUT,
+        shape: FetchShape(ExpertShape { hidden: 8, inter: 8, is_gated: true }),
+    }
+}
+
+/// Answers the hello of a reader, and returns the connection.
+fn accept(source: &Engine) -> Connection {
+    let limit = Instant::now() + LIMIT;
+    source.next_notification(limit).expect("a hello");
+    let connection = source.accept(limit).expect("a reader");
+    let index = Response::Index { version: VERSION, experts: Vec::new(), device: None };
+    connection.notify(&wire::encode(&index), limit).expect("sent");
+    connection
+}
+
+fn refusal(id: u64, reason: &str) -> Vec<u8> {
+    wire::encode(&Response::Refused { id: Some(id), reason: reason.to_owned() })
+}
+
+#[test]
+fn a_source_answers_no_request_that_another_one_was_sent() {
+    let sources = [(); 2].map(|()| Engine::start(EngineConfig::local()).expect("an engine"));
+    let peer = |source: &Engine| Peer {
+        name: "source".to_owned(),
+        addr: source.endpoint().addr,
+        options: ConnectOptions::default(),
+    };
+    let (fetch, peers) = (fetch_with(None), sources.each_ref().map(peer));
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let _end = SetOnDrop(&is_over);
+        let opening = scope.spawn(|| Session::open(&fetch, &peers, &[(0, 0)], 1, None));
+        let [honest, other] = sources.each_ref().map(accept);
+        let session = Arc::new(opening.join().expect("it ends").expect("two sources"));
+        let (routing, is_over) = (Arc::clone(&session), &is_over);
+        scope.spawn(move || routing.route_responses(is_over));
+        for id in 1..20 {
+            let asking = Arc::clone(&session);
+            let asking = scope.spawn(move || {
+                let connection = &asking.sources[0].connections[0];
+                asking.ask(connection, &request(id, 0, 0, false), id)
+            });
+            let limit = Instant::now() + LIMIT;
+            sources[0].next_notification(limit).expect("the request");
+            other.notify(&refusal(id, "another source's"), limit).expect("sent");
+            honest.notify(&refusal(id, "its own"), limit).expect("sent");
+            let outcome = asking.join().expect("it ends").map(|_| ());
+            assert!(
+                matches!(&outcome, Err(ReadError::Refused(reason)) if reason == "its own"),
+                "{outcome:?}"
+            );
+        }
+    });
 }
 
 #[test]
@@ -66,16 +129,7 @@ fn a_reader_shows_its_peers_the_derived_secret_and_never_the_token() {
     let addr = listener.local_addr().expect("an address");
     let shown = secret.reveal().to_owned();
     let recording = std::thread::spawn(move || hello_bytes(&listener, &shown));
-    let (fingerprint, parameters) = ("f".to_owned(), "p".to_owned());
-    let fetch = Fetch {
-        identity: ModelIdentity { fingerprint, parameters },
-        local: Ipv4Addr::LOCALHOST.into(),
-        secret: Some(secret.clone()),
-        security: Security::default(),
-        wants_ticket: false,
-        patience: HELLO_TIMEOUT,
-        shape: FetchShape(ExpertShape { hidden: 8, inter: 8, is_gated: true }),
-    };
+    let fetch = fetch_with(Some(secret.clone()));
     let peer = Peer { name: "recorder".to_owned(), addr, options: ConnectOptions::default() };
     let opened = Session::open(&fetch, &[peer], &[(0, 0)], 1, None);
     assert!(opened.is_err(), "the peer answers nothing");
@@ -83,3 +137,5 @@ fn a_reader_shows_its_peers_the_derived_secret_and_never_the_token() {
     assert!(contains(&bytes, secret.reveal()), "token {token}: {bytes:?}");
     assert!(!contains(&bytes, &token), "token {token}: {bytes:?}");
 }
+
+const LIMIT: Duration = Duration::from_secs(60);
