@@ -245,6 +245,7 @@ impl PeerMemory for PeerBlocks {
         // The peer's host may still give what its device does not.
         let failed = |error: GpuError| CopyError::Unreachable(error.to_string());
         for part in Part::ALL {
+            sabotage!("server::in_device_copy", { continue });
             let bytes = from_layout.part_bytes(part);
             let from = block.at(from_layout.offset(part, place.local_idx as usize), bytes);
             let (from, to) = (from.map_err(failed)?, memory.at(part, local_idx).map_err(failed)?);

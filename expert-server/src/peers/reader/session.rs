@@ -76,7 +76,7 @@ struct Source {
 struct SourceState {
     num_reading: usize,
     has_failed: bool,
-    /// Its device cannot be reached after all.
+    /// Its device cannot be reached after all, or copies from it are damaged.
     has_lost_device: bool,
     /// It has reached its limit until this time.
     ready_at: Option<Instant>,
@@ -252,9 +252,10 @@ impl Session {
     ) -> Result<ReadExpert, ReadError> {
         if let Some(device) = source.device.as_deref().filter(|_| !source.lock().has_lost_device) {
             match self.copy_from(device, connection, (layer, expert)) {
-                Err(ReadError::Unreachable(reason)) => {
+                // A bad link between devices damages good weights. The host's copy has a checksum of its own.
+                Err(error @ (ReadError::Unreachable(_) | ReadError::Damaged(_))) => {
                     let peer = &source.name;
-                    tracing::warn!(peer, reason, "experts of a device come through the host");
+                    tracing::warn!(peer, %error, "experts of a device come through the host");
                     source.lock().has_lost_device = true;
                 }
                 outcome => {

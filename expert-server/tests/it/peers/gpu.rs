@@ -45,7 +45,7 @@ fn other(device: DeviceName, client: &Gpu) -> DeviceName {
 }
 
 /// Asserts that a GPU server answers random requests to all layers right.
-async fn check_gpu_answers(
+pub(super) async fn check_gpu_answers(
     gpu: &Gpu,
     server: &RunningServer,
     reference: &Reference,
@@ -65,7 +65,7 @@ async fn check_gpu_answers(
     });
 }
 
-fn device_bytes(server: &RunningServer) -> f64 {
+pub(super) fn device_bytes(server: &RunningServer) -> f64 {
     metric(server.metrics(), "switchyard_server_weights_device_bytes_total")
 }
 

@@ -2,8 +2,10 @@
 
 use std::os::unix::fs::FileExt;
 
+use kernels::gpu::{DeviceName, Gpu};
 use test_support::own_process::is_alone;
 
+use super::gpu::{check_gpu_answers, device_bytes};
 use super::*;
 use crate::device::devices;
 
@@ -120,4 +122,29 @@ fn damage_weights(dir: &Path) {
         let damage = vec![0xff; bytes.len() - data];
         file.write_all_at(&damage, data as u64).expect("written");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn damage_between_gpus_sends_the_reader_to_the_host() {
+    if !is_alone("peers::misdeeds::damage_between_gpus_sends_the_reader_to_the_host") {
+        return;
+    }
+    let scenario = fail::FailScenario::setup();
+    let (near, far) = (DeviceName::Emulated(0), DeviceName::Emulated(1));
+    let mut rng = seeded();
+    let folders = Folders::random(&mut rng, Preset::MiniDeepseekV3);
+    let reference = Reference::of(&folders.full);
+    let fleet = Fleet::of_replicas().await;
+    let source = fleet.gpu_config("g", &folders.full, WeightsFrom::Disk, near);
+    let source = start(source).await;
+    fail::cfg("server::in_device_copy", "return").expect("a failpoint");
+    let reader = fleet.gpu_config("h", &folders.bare, WeightsFrom::Peers, far);
+    let reader = start(reader).await;
+    assert_eq!(read_bytes(&reader, "peer"), reader.expert_bytes() as f64);
+    assert_eq!((device_bytes(&reader), damaged(&reader)), (0.0, 0.0));
+    source.shutdown().await;
+    let gpu = Gpu::open_emulated(2).expect("a GPU in software");
+    check_gpu_answers(&gpu, &reader, &reference, &mut rng).await;
+    reader.shutdown().await;
+    scenario.teardown();
 }
