@@ -17,7 +17,7 @@ use checkpoint::ModelConfig;
 use httpd::trust::tls::Security;
 use message_engine::ConnectOptions;
 
-use self::session::{ReadError, Session};
+use self::session::{Chosen, ReadError, Session};
 use super::manifest::ExpertShape;
 use super::{ModelIdentity, WeightsSecret};
 use crate::experts::Experts;
@@ -246,7 +246,7 @@ impl Work<'_> {
             };
             state.num_reading += 1;
             drop(state);
-            let outcome = self.read((peer, thread), job.expert);
+            let outcome = self.read((&peer, thread), job.expert);
             let mut state = self.lock();
             state.num_reading -= 1;
             match outcome {
@@ -255,15 +255,15 @@ impl Work<'_> {
                     state.last_success = Instant::now();
                 }
                 Err(ReadError::Later(pause)) => {
-                    self.session.defer(peer, Instant::now() + pause);
+                    peer.defer(Instant::now() + pause);
                     state.waiting.push_back(job);
                 }
                 Err(ReadError::Stopped) => state.waiting.push_back(job),
                 Err(error) => {
-                    let ((layer, expert), name) = (job.expert, self.session.name(peer));
+                    let ((layer, expert), name) = (job.expert, peer.name());
                     tracing::warn!(layer, expert, peer = name, %error, "an expert comes from another server or the disk");
                     state.fetched.num_damaged += u64::from(matches!(error, ReadError::Damaged(_)));
-                    job.excluded.push(peer);
+                    job.excluded.push(peer.idx);
                     job.reason = Some(format!("{name}: {error}"));
                     state.waiting.push_back(job);
                 }
@@ -273,7 +273,7 @@ impl Work<'_> {
 
     /// Reads an expert. A panic is an error like others: the caller still knows which expert it was, so another peer or
     /// the disk gives it.
-    fn read(&self, peer: (usize, usize), expert: (u32, u32)) -> Result<(), ReadError> {
+    fn read(&self, peer: (&Chosen<'_>, usize), expert: (u32, u32)) -> Result<(), ReadError> {
         let read = || {
             let read = self.session.read(peer, expert, self.store, self.stop)?;
             (self.count)(read);

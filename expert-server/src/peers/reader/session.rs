@@ -42,11 +42,34 @@ pub(super) enum ReadError {
 }
 
 /// The peer to ask for an expert.
-pub(super) enum Choice {
-    Peer(usize),
+pub(super) enum Choice<'a> {
+    Peer(Chosen<'a>),
     /// All peers that hold it have reached their limits for this time.
     Later(Duration),
     None,
+}
+
+/// A peer, with one read more under way than it has without this.
+pub(super) struct Chosen<'a> {
+    pub(super) idx: usize,
+    source: &'a Source,
+}
+
+impl Drop for Chosen<'_> {
+    fn drop(&mut self) {
+        self.source.lock().num_reading -= 1;
+    }
+}
+
+impl Chosen<'_> {
+    pub(super) fn name(&self) -> &str {
+        &self.source.name
+    }
+
+    /// Asks the peer for nothing until `at`.
+    pub(super) fn defer(&self, at: Instant) {
+        self.source.lock().ready_at = Some(at);
+    }
 }
 
 /// Connections to peers. Dropping it closes them.
@@ -143,13 +166,14 @@ impl Session {
         Ok(Self { engine, shape: fetch.shape.0, sources, next_id, waiting })
     }
 
-    pub(super) fn name(&self, peer: usize) -> &str {
-        &self.sources[peer].name
-    }
-
     /// The peer to read an expert of: one whose device this server's device reaches, if there is one, and among equals
-    /// the one with the fewest reads under way.
-    pub(super) fn choose(&self, expert: (u32, u32), excluded: &[usize], now: Instant) -> Choice {
+    /// the one with the fewest reads under way. Callers take turns, so that each sees the choices before its own.
+    pub(super) fn choose(
+        &self,
+        expert: (u32, u32),
+        excluded: &[usize],
+        now: Instant,
+    ) -> Choice<'_> {
         let mut best: Option<(usize, (bool, usize))> = None;
         let mut earliest: Option<Instant> = None;
         for (idx, source) in self.sources.iter().enumerate() {
@@ -171,15 +195,14 @@ impl Session {
             }
         }
         match (best, earliest) {
-            (Some((idx, _)), _) => Choice::Peer(idx),
+            (Some((idx, _)), _) => {
+                let source = &self.sources[idx];
+                source.lock().num_reading += 1;
+                Choice::Peer(Chosen { idx, source })
+            }
             (None, Some(at)) => Choice::Later(at - now),
             (None, None) => Choice::None,
         }
-    }
-
-    /// Asks a peer for nothing until `at`.
-    pub(super) fn defer(&self, peer: usize, at: Instant) {
-        self.sources[peer].lock().ready_at = Some(at);
     }
 
     /// Hands responses to the threads that wait for them, until `is_over` is true.
@@ -226,13 +249,12 @@ impl Session {
     /// is verified and in service, at most for the time of the grant and [`REPLY_TIMEOUT`].
     pub(super) fn read(
         &self,
-        (peer, thread): (usize, usize),
+        (peer, thread): (&Chosen<'_>, usize),
         expert: (u32, u32),
         store: &dyn Experts,
         stop: &AtomicBool,
     ) -> Result<ReadExpert, ReadError> {
-        let source = &self.sources[peer];
-        let _reading = source.begin_reading();
+        let source = peer.source;
         let connection = source.connections.get(thread % source.connections.len().max(1));
         let outcome = match connection {
             Some(connection) => self.read_from(source, connection, expert, store, stop),
@@ -374,23 +396,8 @@ impl Source {
         self.connections.iter().find(|connection| connection.id() == id)
     }
 
-    /// Counts a read until the result is dropped.
-    fn begin_reading(&self) -> Reading<'_> {
-        self.lock().num_reading += 1;
-        Reading(self)
-    }
-
     fn lock(&self) -> MutexGuard<'_, SourceState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A read under way.
-struct Reading<'a>(&'a Source);
-
-impl Drop for Reading<'_> {
-    fn drop(&mut self) {
-        self.0.lock().num_reading -= 1;
     }
 }
 

@@ -3,6 +3,7 @@
 use std::io::Read;
 use std::net::{Ipv4Addr, TcpListener};
 
+use control_api::LayerAssignment;
 use httpd::trust::tls::Security;
 use message_engine::ConnectOptions;
 use rand::RngExt;
@@ -52,9 +53,29 @@ fn accept(source: &Engine) -> Connection {
     let limit = Instant::now() + LIMIT;
     source.next_notification(limit).expect("a hello");
     let connection = source.accept(limit).expect("a reader");
-    let index = Response::Index { version: VERSION, experts: Vec::new(), device: None };
+    let experts = vec![LayerAssignment { layer: 0, experts: vec![0] }];
+    let index = Response::Index { version: VERSION, experts, device: None };
     connection.notify(&wire::encode(&index), limit).expect("sent");
     connection
+}
+
+fn peer_of(source: &Engine) -> Peer {
+    let addr = source.endpoint().addr;
+    Peer { name: "source".to_owned(), addr, options: ConnectOptions::default() }
+}
+
+fn engines<const N: usize>() -> [Engine; N] {
+    [(); N].map(|()| Engine::start(EngineConfig::local()).expect("an engine"))
+}
+
+/// Opens a session with sources that all hold expert 0 of layer 0.
+fn open(fetch: &Fetch, sources: &[Engine]) -> (Session, Vec<Connection>) {
+    let peers: Vec<_> = sources.iter().map(peer_of).collect();
+    std::thread::scope(|scope| {
+        let opening = scope.spawn(|| Session::open(fetch, &peers, &[(0, 0)], 1, None));
+        let connections = sources.iter().map(accept).collect();
+        (opening.join().expect("it ends").expect("sources"), connections)
+    })
 }
 
 fn refusal(id: u64, reason: &str) -> Vec<u8> {
@@ -63,26 +84,17 @@ fn refusal(id: u64, reason: &str) -> Vec<u8> {
 
 #[test]
 fn a_source_answers_no_request_that_another_one_was_sent() {
-    let sources = [(); 2].map(|()| Engine::start(EngineConfig::local()).expect("an engine"));
-    let peer = |source: &Engine| Peer {
-        name: "source".to_owned(),
-        addr: source.endpoint().addr,
-        options: ConnectOptions::default(),
-    };
-    let (fetch, peers) = (fetch_with(None), sources.each_ref().map(peer));
-    let is_over = AtomicBool::new(false);
+    let sources = engines::<2>();
+    let (session, connections) = open(&fetch_with(None), &sources);
+    let [honest, other] = &*connections else { panic!("two sources") };
+    let (session, is_over) = (&session, &AtomicBool::new(false));
     std::thread::scope(|scope| {
-        let _end = SetOnDrop(&is_over);
-        let opening = scope.spawn(|| Session::open(&fetch, &peers, &[(0, 0)], 1, None));
-        let [honest, other] = sources.each_ref().map(accept);
-        let session = Arc::new(opening.join().expect("it ends").expect("two sources"));
-        let (routing, is_over) = (Arc::clone(&session), &is_over);
-        scope.spawn(move || routing.route_responses(is_over));
+        let _end = SetOnDrop(is_over);
+        scope.spawn(move || session.route_responses(is_over));
         for id in 1..20 {
-            let asking = Arc::clone(&session);
             let asking = scope.spawn(move || {
-                let connection = &asking.sources[0].connections[0];
-                asking.ask(connection, &request(id, 0, 0, false), id)
+                let connection = &session.sources[0].connections[0];
+                session.ask(connection, &request(id, 0, 0, false), id)
             });
             let limit = Instant::now() + LIMIT;
             sources[0].next_notification(limit).expect("the request");
@@ -95,6 +107,23 @@ fn a_source_answers_no_request_that_another_one_was_sent() {
             );
         }
     });
+}
+
+#[test]
+fn reads_that_begin_together_go_to_different_sources() {
+    let (sources, now) = (engines::<3>(), Instant::now());
+    let (session, _connections) = open(&fetch_with(None), &sources);
+    let choose = || match session.choose((0, 0), &[], now) {
+        Choice::Peer(peer) => peer,
+        _ => panic!("all hold it"),
+    };
+    let mut chosen = Vec::from([(); 6].map(|()| choose()));
+    let mut indices: Vec<_> = chosen.iter().map(|peer| peer.idx).collect();
+    indices.sort_unstable();
+    assert_eq!(indices, [0, 0, 1, 1, 2, 2]);
+    // The end of a read makes its source the first choice again.
+    let ended = chosen.swap_remove(rand::rng().random_range(0..6)).idx;
+    assert_eq!(choose().idx, ended);
 }
 
 #[test]
