@@ -259,6 +259,13 @@ impl Work<'_> {
                     state.waiting.push_back(job);
                 }
                 Err(ReadError::Stopped) => state.waiting.push_back(job),
+                // The expert of another peer would find no room either.
+                Err(error @ ReadError::Memory(_)) => {
+                    let (layer, expert) = job.expert;
+                    tracing::warn!(layer, expert, %error, "an expert that a peer gives is not loaded");
+                    job.reason = Some(error.to_string());
+                    state.fetched.missing.push(job.into_missing());
+                }
                 Err(error) => {
                     let ((layer, expert), name) = (job.expert, peer.name());
                     tracing::warn!(layer, expert, peer = name, %error, "an expert comes from another server or the disk");
@@ -300,3 +307,6 @@ const BYTES_FOR_A_THREAD: usize = 64 << 20;
 const PAUSE: Duration = Duration::from_millis(2);
 /// Longest pause before another look at the list.
 const MAX_PAUSE: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests;
