@@ -153,7 +153,11 @@ impl Fetch {
         });
         let State { waiting, mut fetched, .. } =
             work.state.into_inner().unwrap_or_else(PoisonError::into_inner);
-        fetched.missing.extend(waiting.into_iter().map(Job::into_missing));
+        let why = match stop.load(Ordering::Relaxed) {
+            true => "the read was stopped".to_owned(),
+            false => format!("no server gave another expert for {} s", self.patience.as_secs_f32()),
+        };
+        fetched.missing.extend(waiting.into_iter().map(|job| job.into_missing(&why)));
         fetched
     }
 }
@@ -207,8 +211,13 @@ impl Job {
         Self { expert, excluded: Vec::new(), reason: None }
     }
 
-    fn into_missing(self) -> ((u32, u32), String) {
-        (self.expert, self.reason.unwrap_or_else(|| "the read was stopped".to_owned()))
+    /// The expert, with the end of the read and the last answer of a peer as the reason.
+    fn into_missing(self, end: &str) -> ((u32, u32), String) {
+        let reason = match self.reason {
+            Some(answer) => format!("{end}; {answer}"),
+            None => end.to_owned(),
+        };
+        (self.expert, reason)
     }
 }
 
@@ -239,8 +248,11 @@ impl Work<'_> {
                     continue;
                 }
                 session::Choice::None => {
-                    job.reason.get_or_insert_with(|| "no server of the fleet holds it".to_owned());
-                    state.fetched.missing.push(job.into_missing());
+                    let end = match job.reason {
+                        Some(_) => "no other server of the fleet gives it",
+                        None => "no server of the fleet holds it",
+                    };
+                    state.fetched.missing.push(job.into_missing(end));
                     continue;
                 }
             };
@@ -254,8 +266,9 @@ impl Work<'_> {
                     state.fetched.num_experts += 1;
                     state.last_success = Instant::now();
                 }
-                Err(ReadError::Later(pause)) => {
+                Err(error @ ReadError::Later(pause)) => {
                     peer.defer(Instant::now() + pause);
+                    job.reason = Some(format!("{}: {error}", peer.name()));
                     state.waiting.push_back(job);
                 }
                 Err(ReadError::Stopped) => state.waiting.push_back(job),
@@ -263,8 +276,7 @@ impl Work<'_> {
                 Err(error @ ReadError::Memory(_)) => {
                     let (layer, expert) = job.expert;
                     tracing::warn!(layer, expert, %error, "an expert that a peer gives is not loaded");
-                    job.reason = Some(error.to_string());
-                    state.fetched.missing.push(job.into_missing());
+                    state.fetched.missing.push(job.into_missing(&error.to_string()));
                 }
                 Err(error) => {
                     let ((layer, expert), name) = (job.expert, peer.name());

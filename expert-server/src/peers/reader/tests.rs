@@ -157,3 +157,15 @@ fn an_expert_without_room_is_asked_for_once() {
         assert!(reason.contains("no room"), "{reason}");
     }
 }
+
+#[test]
+fn the_end_of_patience_names_the_last_answer() {
+    let later = |id| Response::Later { id, after_ms: 10 };
+    let (fetched, _) = run(Duration::from_millis(500), later);
+    assert_eq!(fetched.missing.len(), 4);
+    for (_, reason) in &fetched.missing {
+        assert!(reason.starts_with("no server gave another expert for 0.5 s"), "{reason}");
+    }
+    let is_named = |(_, reason): &(_, String)| reason.ends_with(": it has reached its limit");
+    assert!(fetched.missing.iter().any(is_named), "{:?}", fetched.missing);
+}
