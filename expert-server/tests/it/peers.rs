@@ -512,6 +512,16 @@ async fn a_source_refuses_by_name_and_outlives_hostile_readers() {
                 "{answer}"
             );
         }
+        // Requests of one number count as often as they come.
+        for _ in 0..2 {
+            raw::send(&connection, &read(5, 0));
+        }
+        let answers = [(); 2].map(|()| raw::receive(&engine));
+        let refused = answers.iter().find(|answer| answer["type"] == "refused");
+        let reason = refused.and_then(|answer| answer["reason"].as_str()).expect("a refusal");
+        assert!(reason.contains("the number 5 is in use"), "{answers:?}");
+        assert!(answers.iter().any(|answer| answer["type"] == "grant"), "{answers:?}");
+        raw::send(&connection, &json!({ "type": "done", "id": 5 }));
         // A reader that gives nothing back gets a few grants, and no more until it does.
         let mut num_granted = 0;
         for id in 10..30 {
