@@ -166,3 +166,31 @@ async fn a_copy_from_another_gpu_is_served_only_with_the_right_checksum() {
     });
     copying.await.expect("it ends");
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_block_that_could_not_be_mapped_keeps_no_later_reader_waiting() {
+    let (source, reader) = (Arc::new(empty_on(0)), Arc::new(empty_on(1)));
+    source.load_one(0, 1).expect("loaded");
+    let (text, serving) = Arc::clone(&source).share().expect("a socket");
+    let copying = tokio::task::spawn_blocking(move || {
+        let (place, _memory) = source.place(0, 1).expect("loaded");
+        let sum = source.checksum(0, 1).expect("a checksum");
+        let memory = Arc::clone(&reader).reach(&text).expect("reached");
+        let soon = Instant::now() + Duration::from_secs(60);
+        let take = || memory.take(0, 1, &place, sum, soon);
+        // The socket answers nothing.
+        std::thread::scope(|scope| {
+            for thread in [(); 4].map(|()| scope.spawn(take)) {
+                let refused = thread.join().expect("it ends");
+                assert!(matches!(refused, Err(CopyError::Unreachable(_))), "{refused:?}");
+            }
+        });
+        // A reader that asked again would succeed.
+        tokio::spawn(serving);
+        let again = take();
+        assert!(matches!(again, Err(CopyError::Unreachable(_))), "{again:?}");
+        let fresh = Arc::clone(&reader).reach(&text).expect("reached");
+        fresh.take(0, 1, &place, sum, soon).expect("copied");
+    });
+    copying.await.expect("it ends");
+}
