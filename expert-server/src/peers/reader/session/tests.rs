@@ -9,8 +9,10 @@ use message_engine::ConnectOptions;
 use rand::RngExt;
 
 use super::super::{FetchShape, SetOnDrop};
+use super::connecting::HELLO_TIMEOUT;
 use super::*;
 use crate::config::Secret;
+use crate::peers::wire::VERSION;
 use crate::peers::{ModelIdentity, WeightsSecret};
 
 fn contains(bytes: &[u8], text: &str) -> bool {
