@@ -23,7 +23,9 @@
 //! - `failpoints`: named places where tests make the server fail or wait. A frame passes them in this order:
 //!   `server::after_accept`, `server::after_copy_before_release`, `server::after_release`,
 //!   `server::before_compute`, `server::in_tick`, `server::after_compute`,
-//!   `server::between_payload_and_publish`, `server::after_publish`.
+//!   `server::between_payload_and_publish`, `server::after_publish`. A read of weights passes
+//!   `server::in_weights_read` once the peer has granted it. As `return`,
+//!   `server::in_device_copy` makes copies from GPU to GPU succeed without their bytes.
 
 #[macro_use]
 mod failpoint;

@@ -99,7 +99,7 @@ impl Loader {
     }
 
     /// Loads experts that a store lacks, puts each into service, and returns the others. Ends early when `stop` becomes
-    /// true, and sets `stop` when the future is dropped. Bounded by the time of the reads and the patience with peers.
+    /// true, and sets `stop` when the future is dropped before its end. Bounded by the time of the reads and the patience with peers.
     pub(crate) async fn load(
         &self,
         store: &Arc<dyn Experts>,
@@ -108,7 +108,7 @@ impl Loader {
         stop: Arc<AtomicBool>,
     ) -> Vec<Missing> {
         wanted.retain(|&(layer, expert)| !store.has(layer, expert));
-        let _stop_at_end = StopOnDrop(Arc::clone(&stop));
+        let stop_on_drop = StopOnDrop(Some(Arc::clone(&stop)));
         let Split { mut files, peers } = self.split(store.checkpoint(), wanted).await;
         let mut missing = Vec::new();
         if !peers.is_empty() {
@@ -122,6 +122,7 @@ impl Loader {
         if !files.is_empty() {
             missing.extend(self.read_files(store, files, stop).await);
         }
+        stop_on_drop.disarm();
         missing
     }
 
@@ -353,11 +354,20 @@ impl Drop for LoadingGuard {
 }
 
 /// Stops the threads of a load whose future is dropped.
-struct StopOnDrop(Arc<AtomicBool>);
+struct StopOnDrop(Option<Arc<AtomicBool>>);
+
+impl StopOnDrop {
+    /// The load has ended by itself. The flag keeps its value, which tells the caller whether the load was stopped.
+    fn disarm(mut self) {
+        self.0 = None;
+    }
+}
 
 impl Drop for StopOnDrop {
     fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
+        if let Some(stop) = &self.0 {
+            stop.store(true, Ordering::Relaxed);
+        }
     }
 }
 

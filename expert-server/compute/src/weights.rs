@@ -149,18 +149,33 @@ impl WeightScales {
             DType::F16 => f16::from_bits(pair(idx)).to_f32(),
             DType::F8E8m0 => f32_from_e8m0(data[idx]),
             DType::F8E4m3 => f32_from_e4m3(data[idx]),
-            _ => {
+            DType::F32 => {
                 let [a, b, c, d] = [0, 1, 2, 3].map(|byte| data[4 * idx + byte]);
                 f32::from_le_bytes([a, b, c, d])
             }
+            // `Weight::new` refuses these types.
+            _ => f32::NAN,
         };
         scale * self.factor
     }
 
-    /// All scales as f32, the factor applied.
+    /// Bytes of one scale of a type.
+    ///
+    /// # Errors
+    /// [`WeightError::ScaleDtype`] for types that scales cannot have.
+    pub const fn value_bytes(dtype: DType) -> Result<usize, WeightError> {
+        match dtype {
+            DType::F32 => Ok(4),
+            DType::Bf16 | DType::F16 => Ok(2),
+            DType::F8E8m0 | DType::F8E4m3 => Ok(1),
+            dtype => Err(WeightError::ScaleDtype { dtype }),
+        }
+    }
+
+    /// All scales as f32, the factor applied. None for a type that scales cannot have.
     #[must_use]
     pub fn to_f32(&self) -> Vec<f32> {
-        let size = self.dtype.size_bytes().unwrap_or(1).max(1);
+        let Ok(size) = Self::value_bytes(self.dtype) else { return Vec::new() };
         (0..self.data.as_slice().len() / size).map(|idx| self.get(idx)).collect()
     }
 
@@ -288,12 +303,7 @@ fn check_scales(
     let shape = format.scale_shape(rows, cols);
     let expected = shape.map_or(0, |[rows, cols]| rows.saturating_mul(cols));
     let Some(scales) = scales else { return size("scales", expected, 0) };
-    let scale_bytes = match scales.dtype {
-        DType::F32 => 4,
-        DType::Bf16 | DType::F16 => 2,
-        DType::F8E8m0 | DType::F8E4m3 => 1,
-        dtype => return Err(WeightError::ScaleDtype { dtype }),
-    };
+    let scale_bytes = WeightScales::value_bytes(scales.dtype)?;
     let bytes = expected.saturating_mul(scale_bytes);
     size("bytes of scales", bytes, scales.data.as_slice().len())?;
     let has_minima = matches!(

@@ -216,13 +216,15 @@ impl Digest {
 }
 
 impl ScaleLayout {
+    /// The type, if scales can have it.
     fn dtype(&self) -> Result<DType, String> {
-        DType::from_name(&self.dtype).ok_or_else(|| format!("scales of type {:?}", self.dtype))
+        let dtype = DType::from_name(&self.dtype);
+        let dtype = dtype.ok_or_else(|| format!("scales of type {:?}", self.dtype))?;
+        WeightScales::value_bytes(dtype).map(|_| dtype).map_err(|error| error.to_string())
     }
 
     fn value_bytes(&self) -> Result<usize, String> {
-        let dtype = self.dtype()?;
-        dtype.size_bytes().ok_or_else(|| format!("scales of type {}", dtype.name()))
+        WeightScales::value_bytes(self.dtype()?).map_err(|error| error.to_string())
     }
 }
 

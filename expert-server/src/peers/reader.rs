@@ -8,6 +8,7 @@ mod session;
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -16,7 +17,7 @@ use checkpoint::ModelConfig;
 use httpd::trust::tls::Security;
 use message_engine::ConnectOptions;
 
-use self::session::{ReadError, Session};
+use self::session::{Chosen, ReadError, Session};
 use super::manifest::ExpertShape;
 use super::{ModelIdentity, WeightsSecret};
 use crate::experts::Experts;
@@ -152,7 +153,11 @@ impl Fetch {
         });
         let State { waiting, mut fetched, .. } =
             work.state.into_inner().unwrap_or_else(PoisonError::into_inner);
-        fetched.missing.extend(waiting.into_iter().map(Job::into_missing));
+        let why = match stop.load(Ordering::Relaxed) {
+            true => "the read was stopped".to_owned(),
+            false => format!("no server gave another expert for {} s", self.patience.as_secs_f32()),
+        };
+        fetched.missing.extend(waiting.into_iter().map(|job| job.into_missing(&why)));
         fetched
     }
 }
@@ -206,8 +211,13 @@ impl Job {
         Self { expert, excluded: Vec::new(), reason: None }
     }
 
-    fn into_missing(self) -> ((u32, u32), String) {
-        (self.expert, self.reason.unwrap_or_else(|| "the read was stopped".to_owned()))
+    /// The expert, with the end of the read and the last answer of a peer as the reason.
+    fn into_missing(self, end: &str) -> ((u32, u32), String) {
+        let reason = match self.reason {
+            Some(answer) => format!("{end}; {answer}"),
+            None => end.to_owned(),
+        };
+        (self.expert, reason)
     }
 }
 
@@ -238,14 +248,17 @@ impl Work<'_> {
                     continue;
                 }
                 session::Choice::None => {
-                    job.reason.get_or_insert_with(|| "no server of the fleet holds it".to_owned());
-                    state.fetched.missing.push(job.into_missing());
+                    let end = match job.reason {
+                        Some(_) => "no other server of the fleet gives it",
+                        None => "no server of the fleet holds it",
+                    };
+                    state.fetched.missing.push(job.into_missing(end));
                     continue;
                 }
             };
             state.num_reading += 1;
             drop(state);
-            let outcome = self.read((peer, thread), job.expert);
+            let outcome = self.read((&peer, thread), job.expert);
             let mut state = self.lock();
             state.num_reading -= 1;
             match outcome {
@@ -253,16 +266,23 @@ impl Work<'_> {
                     state.fetched.num_experts += 1;
                     state.last_success = Instant::now();
                 }
-                Err(ReadError::Later(pause)) => {
-                    self.session.defer(peer, Instant::now() + pause);
+                Err(error @ ReadError::Later(pause)) => {
+                    peer.defer(Instant::now() + pause);
+                    job.reason = Some(format!("{}: {error}", peer.name()));
                     state.waiting.push_back(job);
                 }
                 Err(ReadError::Stopped) => state.waiting.push_back(job),
+                // The expert of another peer would find no room either.
+                Err(error @ ReadError::Memory(_)) => {
+                    let (layer, expert) = job.expert;
+                    tracing::warn!(layer, expert, %error, "an expert that a peer gives is not loaded");
+                    state.fetched.missing.push(job.into_missing(&error.to_string()));
+                }
                 Err(error) => {
-                    let ((layer, expert), name) = (job.expert, self.session.name(peer));
+                    let ((layer, expert), name) = (job.expert, peer.name());
                     tracing::warn!(layer, expert, peer = name, %error, "an expert comes from another server or the disk");
                     state.fetched.num_damaged += u64::from(matches!(error, ReadError::Damaged(_)));
-                    job.excluded.push(peer);
+                    job.excluded.push(peer.idx);
                     job.reason = Some(format!("{name}: {error}"));
                     state.waiting.push_back(job);
                 }
@@ -270,10 +290,15 @@ impl Work<'_> {
         }
     }
 
-    fn read(&self, peer: (usize, usize), expert: (u32, u32)) -> Result<(), ReadError> {
-        let read = self.session.read(peer, expert, self.store, self.stop)?;
-        (self.count)(read);
-        Ok(())
+    /// Reads an expert. A panic is an error like others: the caller still knows which expert it was, so another peer or
+    /// the disk gives it.
+    fn read(&self, peer: (&Chosen<'_>, usize), expert: (u32, u32)) -> Result<(), ReadError> {
+        let read = || {
+            let read = self.session.read(peer, expert, self.store, self.stop)?;
+            (self.count)(read);
+            Ok(())
+        };
+        catch_unwind(AssertUnwindSafe(read)).unwrap_or(Err(ReadError::Panicked))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -294,3 +319,6 @@ const BYTES_FOR_A_THREAD: usize = 64 << 20;
 const PAUSE: Duration = Duration::from_millis(2);
 /// Longest pause before another look at the list.
 const MAX_PAUSE: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests;

@@ -241,9 +241,12 @@ impl WeightSource {
         if !reader.is_admitted {
             return Err(refused("a request before the hello".to_owned()));
         }
+        if reader.preparing.contains(&id) || self.grants.contains_key(&(connection, id)) {
+            return Err(refused(format!("the number {id} is in use")));
+        }
         let num_granted = self.grants.keys().filter(|(of, _)| *of == connection).count();
         let num_open = num_granted + reader.preparing.len();
-        if num_open >= MAX_GRANTS_OF_READER || self.grants.len() >= MAX_GRANTS {
+        if num_open >= MAX_GRANTS_OF_READER || self.grants.len() + jobs.len() >= MAX_GRANTS {
             return Err(later(BUSY_PAUSE));
         }
         let store = self.store.get();
@@ -417,7 +420,7 @@ fn drop_later<T: Send + 'static>(grants: Option<T>) {
     }
 }
 
-/// Most grants at a time, of one reader and of all.
+/// Most grants at a time, of one reader and of all. Grants that are being prepared count.
 const MAX_GRANTS_OF_READER: usize = 8;
 const MAX_GRANTS: usize = 64;
 /// Most experts of a device whose copies in host memory peers read at a time.

@@ -8,7 +8,7 @@ use control_api::{ControlClient, MemberInfo, TicketRequest, TicketRole};
 use p2p_core::bootstrap::{
     HandshakeBinding, Reject, RejectCode, ShownTicket, TicketCheck, TicketSource,
 };
-use trust::ticket::{Handshake, SecretKey, prove};
+use trust::ticket::{Handshake, MAX_CLIENT_BYTES, SecretKey, prove};
 
 /// A key of its own for each read, and the control plane's ticket for it.
 #[derive(Debug, Clone)]
@@ -30,7 +30,8 @@ impl ReaderTicket {
         stop: &AtomicBool,
     ) -> Result<Self, String> {
         let key = SecretKey::generate().map_err(|error| error.to_string())?;
-        let client = format!("weights for {name}");
+        // The name of a server may be as long as that of a ticket's client. It tells people which server reads.
+        let client: String = format!("weights for {name}").chars().take(MAX_CLIENT_BYTES).collect();
         let public = key.public().to_string();
         let request =
             TicketRequest { role: TicketRole::Server, ..TicketRequest::new(client, public) };

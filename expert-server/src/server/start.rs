@@ -385,7 +385,7 @@ async fn resolve<F: Future<Output = std::io::Result<bool>>>(
 }
 
 /// Longest wait for one answer of the resolver.
-const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// CoreDNS remembers for 30 s that a name is not there.
 const RESOLVE_PATIENCE: Duration = Duration::from_secs(60);
 const RESOLVE_PAUSE: Duration = Duration::from_secs(1);

@@ -12,6 +12,7 @@ use httpd::trust::tls::{ClientCertificates, Tls, is_exposed};
 use p2p_core::bootstrap::TicketCheck;
 use tokio::task::JoinHandle;
 
+use super::start::RESOLVE_TIMEOUT;
 use crate::backend::{Backend, LoadedBackend};
 use crate::compute::LoadProgress;
 use crate::config::{Placement, ServerConfig, WeightsFrom};
@@ -223,12 +224,27 @@ pub(super) async fn finish_source(
     Ok((source, addr))
 }
 
-/// The IP address of an advertised address. `None` if its name has none.
+/// The IP address of an advertised address. `None` if its name has none, or the resolver does not answer within
+/// [`RESOLVE_TIMEOUT`].
 async fn ip_of(advertised: &str) -> Option<IpAddr> {
     if let Ok(addr) = advertised.parse::<SocketAddr>() {
         return Some(addr.ip());
     }
-    Some(tokio::net::lookup_host(advertised).await.ok()?.next()?.ip())
+    let lookup = tokio::time::timeout(RESOLVE_TIMEOUT, tokio::net::lookup_host(advertised));
+    let reason = match lookup.await {
+        Ok(Ok(mut addrs)) => match addrs.next() {
+            Some(addr) => return Some(addr.ip()),
+            None => "the name has no address".to_owned(),
+        },
+        Ok(Err(error)) => error.to_string(),
+        Err(_) => format!("no answer within {} s", RESOLVE_TIMEOUT.as_secs()),
+    };
+    tracing::warn!(
+        advertised,
+        reason,
+        "the port for weights has no address of the advertised name"
+    );
+    None
 }
 
 /// Loads the first experts of a server: from files with all threads, then from other servers. Reports the progress to

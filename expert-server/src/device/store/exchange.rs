@@ -197,28 +197,33 @@ struct PeerBlocks {
     store: Arc<DeviceStore>,
     share: [u8; INVITATION_BYTES],
     runtime: Handle,
-    mapped: Mutex<HashMap<u64, Arc<GpuBuffer>>>,
+    /// By number. A block that could not be mapped is not tried again.
+    mapped: Mutex<HashMap<u64, Arc<OnceLock<Mapping>>>>,
 }
 
+/// A mapped block, or the reason why there is none.
+type Mapping = Result<Arc<GpuBuffer>, String>;
+
 impl PeerBlocks {
-    /// The block of this number, mapped. Waits for the peer up to [`REQUEST_LIMIT`].
+    /// The block of this number, mapped. Callers that need it at the same time wait together for the peer, up to
+    /// [`REQUEST_LIMIT`], and share the outcome.
     fn map(&self, number: u64, layout: &BlockLayout) -> Result<Arc<GpuBuffer>, CopyError> {
-        let unreachable = |error: &dyn fmt::Display| CopyError::Unreachable(error.to_string());
-        let mut mapped = lock(&self.mapped);
-        if let Some(block) = mapped.get(&number) {
-            return Ok(Arc::clone(block));
-        }
-        let requested = request_block(&self.share, number, REQUEST_LIMIT);
-        let (descriptor, bytes) =
-            self.runtime.block_on(requested).map_err(|error| unreachable(&error))?;
-        if bytes < layout.bytes() {
-            let text = format!("a block of {bytes} bytes, expected {}", layout.bytes());
+        let place = Arc::clone(lock(&self.mapped).entry(number).or_default());
+        let block = place.get_or_init(|| self.request(number)).clone();
+        let block = block.map_err(CopyError::Unreachable)?;
+        if block.len() < layout.bytes() {
+            let text = format!("a block of {} bytes, expected {}", block.len(), layout.bytes());
             return Err(CopyError::Unreachable(text));
         }
-        let block = self.store.gpu.import_shared(descriptor, bytes);
-        let block = Arc::new(block.map_err(|error| unreachable(&error))?);
-        mapped.insert(number, Arc::clone(&block));
         Ok(block)
+    }
+
+    fn request(&self, number: u64) -> Mapping {
+        let requested = request_block(&self.share, number, REQUEST_LIMIT);
+        let requested = self.runtime.block_on(requested);
+        let (descriptor, bytes) = requested.map_err(|error| error.to_string())?;
+        let block = self.store.gpu.import_shared(descriptor, bytes);
+        block.map(Arc::new).map_err(|error| error.to_string())
     }
 }
 
@@ -245,6 +250,7 @@ impl PeerMemory for PeerBlocks {
         // The peer's host may still give what its device does not.
         let failed = |error: GpuError| CopyError::Unreachable(error.to_string());
         for part in Part::ALL {
+            sabotage!("server::in_device_copy", { continue });
             let bytes = from_layout.part_bytes(part);
             let from = block.at(from_layout.offset(part, place.local_idx as usize), bytes);
             let (from, to) = (from.map_err(failed)?, memory.at(part, local_idx).map_err(failed)?);

@@ -43,7 +43,8 @@ fn an_expert_is_held_from_when_it_is_in_service() {
     std::thread::scope(|scope| {
         let loading = scope.spawn(|| store.load_one(0, 1).expect("loaded"));
         let limit = Instant::now() + Duration::from_secs(30);
-        while store.tables().version < 2 {
+        // A version before has a larger block, and not yet the expert.
+        while store.tables().find(0, 1).is_none() {
             assert!(Instant::now() < limit, "the expert is not loaded");
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -163,6 +164,34 @@ async fn a_copy_from_another_gpu_is_served_only_with_the_right_checksum() {
         assert_eq!(reader.place(0, 1).expect("loaded").0.local_idx, 0);
         let malformed = Arc::clone(&reader).reach("no share");
         assert!(malformed.is_err());
+    });
+    copying.await.expect("it ends");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_block_that_could_not_be_mapped_keeps_no_later_reader_waiting() {
+    let (source, reader) = (Arc::new(empty_on(0)), Arc::new(empty_on(1)));
+    source.load_one(0, 1).expect("loaded");
+    let (text, serving) = Arc::clone(&source).share().expect("a socket");
+    let copying = tokio::task::spawn_blocking(move || {
+        let (place, _memory) = source.place(0, 1).expect("loaded");
+        let sum = source.checksum(0, 1).expect("a checksum");
+        let memory = Arc::clone(&reader).reach(&text).expect("reached");
+        let soon = Instant::now() + Duration::from_secs(60);
+        let take = || memory.take(0, 1, &place, sum, soon);
+        // The socket answers nothing.
+        std::thread::scope(|scope| {
+            for thread in [(); 4].map(|()| scope.spawn(take)) {
+                let refused = thread.join().expect("it ends");
+                assert!(matches!(refused, Err(CopyError::Unreachable(_))), "{refused:?}");
+            }
+        });
+        // A reader that asked again would succeed.
+        tokio::spawn(serving);
+        let again = take();
+        assert!(matches!(again, Err(CopyError::Unreachable(_))), "{again:?}");
+        let fresh = Arc::clone(&reader).reach(&text).expect("reached");
+        fresh.take(0, 1, &place, sum, soon).expect("copied");
     });
     copying.await.expect("it ends");
 }

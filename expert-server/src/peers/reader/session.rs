@@ -1,20 +1,22 @@
 //! Connections to the peers of one read, and the read of one expert.
 
+mod connecting;
 mod transfer;
 
 use std::collections::{HashMap, HashSet};
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use message_engine::{Connection, Engine, EngineConfig, WaitError, default_fabrics};
 
+use self::connecting::{connect, nearest_first};
 use super::{Fetch, Peer, ReadExpert};
 use crate::experts::{CopyError, DeviceExperts, Experts, PeerMemory};
 use crate::peers::manifest::{ExpertShape, Manifest};
 use crate::peers::ticket::NoPeers;
-use crate::peers::wire::{self, Request, Response, VERSION};
+use crate::peers::wire::{self, Request, Response};
 
 /// Why a peer does not give an expert.
 #[derive(Debug, thiserror::Error)]
@@ -36,14 +38,40 @@ pub(super) enum ReadError {
     Unreachable(String),
     #[error("the read was stopped")]
     Stopped,
+    /// The thread panicked. The log has the place.
+    #[error("reading it panicked")]
+    Panicked,
 }
 
 /// The peer to ask for an expert.
-pub(super) enum Choice {
-    Peer(usize),
+pub(super) enum Choice<'a> {
+    Peer(Chosen<'a>),
     /// All peers that hold it have reached their limits for this time.
     Later(Duration),
     None,
+}
+
+/// A peer, with one read more under way than it has without this.
+pub(super) struct Chosen<'a> {
+    pub(super) idx: usize,
+    source: &'a Source,
+}
+
+impl Drop for Chosen<'_> {
+    fn drop(&mut self) {
+        self.source.lock().num_reading -= 1;
+    }
+}
+
+impl Chosen<'_> {
+    pub(super) fn name(&self) -> &str {
+        &self.source.name
+    }
+
+    /// Asks the peer for nothing until `at`.
+    pub(super) fn defer(&self, at: Instant) {
+        self.source.lock().ready_at = Some(at);
+    }
 }
 
 /// Connections to peers. Dropping it closes them.
@@ -52,9 +80,12 @@ pub(super) struct Session {
     shape: ExpertShape,
     sources: Vec<Source>,
     next_id: AtomicU64,
-    /// Threads that wait for a response, by request.
-    waiting: Mutex<HashMap<u64, mpsc::SyncSender<Response>>>,
+    waiting: Mutex<Waiting>,
 }
+
+/// Threads that wait for a response, by connection and number of the request: a source answers no request that others
+/// were sent.
+type Waiting = HashMap<(u64, u64), mpsc::SyncSender<Response>>;
 
 struct Source {
     name: String,
@@ -70,7 +101,7 @@ struct Source {
 struct SourceState {
     num_reading: usize,
     has_failed: bool,
-    /// Its device cannot be reached after all.
+    /// Its device cannot be reached after all, or copies from it are damaged.
     has_lost_device: bool,
     /// It has reached its limit until this time.
     ready_at: Option<Instant>,
@@ -86,7 +117,7 @@ struct Grant {
 
 impl Session {
     /// Connects to peers, to those of this host first, until each of the experts has two, or none is left. Blocks for
-    /// at most [`HELLO_TIMEOUT`] for every [`CONNECTS_AT_ONCE`] peers.
+    /// at most [`HELLO_TIMEOUT`](connecting::HELLO_TIMEOUT) for every [`CONNECTS_AT_ONCE`] peers.
     ///
     /// # Errors
     /// A text that says why there is no peer.
@@ -137,13 +168,14 @@ impl Session {
         Ok(Self { engine, shape: fetch.shape.0, sources, next_id, waiting })
     }
 
-    pub(super) fn name(&self, peer: usize) -> &str {
-        &self.sources[peer].name
-    }
-
     /// The peer to read an expert of: one whose device this server's device reaches, if there is one, and among equals
-    /// the one with the fewest reads under way.
-    pub(super) fn choose(&self, expert: (u32, u32), excluded: &[usize], now: Instant) -> Choice {
+    /// the one with the fewest reads under way. Callers take turns, so that each sees the choices before its own.
+    pub(super) fn choose(
+        &self,
+        expert: (u32, u32),
+        excluded: &[usize],
+        now: Instant,
+    ) -> Choice<'_> {
         let mut best: Option<(usize, (bool, usize))> = None;
         let mut earliest: Option<Instant> = None;
         for (idx, source) in self.sources.iter().enumerate() {
@@ -165,15 +197,14 @@ impl Session {
             }
         }
         match (best, earliest) {
-            (Some((idx, _)), _) => Choice::Peer(idx),
+            (Some((idx, _)), _) => {
+                let source = &self.sources[idx];
+                source.lock().num_reading += 1;
+                Choice::Peer(Chosen { idx, source })
+            }
             (None, Some(at)) => Choice::Later(at - now),
             (None, None) => Choice::None,
         }
-    }
-
-    /// Asks a peer for nothing until `at`.
-    pub(super) fn defer(&self, peer: usize, at: Instant) {
-        self.sources[peer].lock().ready_at = Some(at);
     }
 
     /// Hands responses to the threads that wait for them, until `is_over` is true.
@@ -198,7 +229,8 @@ impl Session {
                         Response::Refused { id, .. } => *id,
                         Response::Index { .. } => None,
                     };
-                    let waiting = id.and_then(|id| self.lock_waiting().remove(&id));
+                    let key = id.map(|id| (notification.connection, id));
+                    let waiting = key.and_then(|key| self.lock_waiting().remove(&key));
                     if let Some(waiting) = waiting {
                         // The thread may have given up.
                         let _ = waiting.send(response);
@@ -219,21 +251,18 @@ impl Session {
     /// is verified and in service, at most for the time of the grant and [`REPLY_TIMEOUT`].
     pub(super) fn read(
         &self,
-        (peer, thread): (usize, usize),
+        (peer, thread): (&Chosen<'_>, usize),
         expert: (u32, u32),
         store: &dyn Experts,
         stop: &AtomicBool,
     ) -> Result<ReadExpert, ReadError> {
-        let source = &self.sources[peer];
-        source.lock().num_reading += 1;
+        let source = peer.source;
         let connection = source.connections.get(thread % source.connections.len().max(1));
         let outcome = match connection {
             Some(connection) => self.read_from(source, connection, expert, store, stop),
             None => Err(ReadError::Failed("it has no connection".to_owned())),
         };
-        let mut state = source.lock();
-        state.num_reading -= 1;
-        state.has_failed |= matches!(outcome, Err(ReadError::Failed(_)));
+        source.lock().has_failed |= matches!(outcome, Err(ReadError::Failed(_)));
         outcome
     }
 
@@ -247,9 +276,10 @@ impl Session {
     ) -> Result<ReadExpert, ReadError> {
         if let Some(device) = source.device.as_deref().filter(|_| !source.lock().has_lost_device) {
             match self.copy_from(device, connection, (layer, expert)) {
-                Err(ReadError::Unreachable(reason)) => {
+                // A bad link between devices damages good weights. The host's copy has a checksum of its own.
+                Err(error @ (ReadError::Unreachable(_) | ReadError::Damaged(_))) => {
                     let peer = &source.name;
-                    tracing::warn!(peer, reason, "experts of a device come through the host");
+                    tracing::warn!(peer, %error, "experts of a device come through the host");
                     source.lock().has_lost_device = true;
                 }
                 outcome => {
@@ -266,6 +296,7 @@ impl Session {
             }
             _ => return Err(ReadError::Failed("an unexpected answer".to_owned())),
         };
+        failpoint!("server::in_weights_read");
         let outcome = self.read_granted(connection, (layer, expert), &grant, store, stop);
         give_back(connection, id);
         outcome.map(|bytes| ReadExpert { bytes, is_from_device: false })
@@ -306,7 +337,8 @@ impl Session {
         id: u64,
     ) -> Result<Response, ReadError> {
         let (sender, receiver) = mpsc::sync_channel(1);
-        self.lock_waiting().insert(id, sender);
+        let key = (connection.id(), id);
+        self.lock_waiting().insert(key, sender);
         let begin = Instant::now();
         let sent = connection.notify(&wire::encode(request), begin + REPLY_TIMEOUT);
         let response = match sent {
@@ -329,7 +361,7 @@ impl Session {
             },
             Err(error) => Err(error.to_string()),
         };
-        self.lock_waiting().remove(&id);
+        self.lock_waiting().remove(&key);
         match response.map_err(ReadError::Failed)? {
             granted @ (Response::Grant { .. } | Response::DeviceGrant { .. }) => Ok(granted),
             Response::Later { after_ms, .. } => {
@@ -340,7 +372,7 @@ impl Session {
         }
     }
 
-    fn lock_waiting(&self) -> MutexGuard<'_, HashMap<u64, mpsc::SyncSender<Response>>> {
+    fn lock_waiting(&self) -> MutexGuard<'_, Waiting> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -371,109 +403,10 @@ impl Source {
     }
 }
 
-/// Peers at the address of this host, which may have devices that this one's reaches, before the others.
-fn nearest_first(peers: &[Peer], local: IpAddr) -> Vec<Peer> {
-    let mut sorted = peers.to_vec();
-    sorted.sort_by_key(|peer| peer.addr.ip() != local);
-    sorted
-}
-
-/// Connects to some peers at the same time.
-fn connect<'a>(
-    engine: &Engine,
-    fetch: &Fetch,
-    peers: &'a [Peer],
-    num_threads: usize,
-    device: Option<&Arc<dyn DeviceExperts>>,
-) -> Vec<(&'a Peer, Result<Source, String>)> {
-    let deadline = Instant::now() + HELLO_TIMEOUT;
-    let hello = wire::encode(&Request::Hello {
-        version: VERSION,
-        fingerprint: fetch.identity.fingerprint.clone(),
-        parameters: fetch.identity.parameters.clone(),
-        device: device.map(|device| device.form()),
-    });
-    let reach = |peer: &Peer| {
-        let connect = |_| {
-            let connection = engine.connect_with(peer.addr, peer.options.clone(), deadline);
-            let connection = connection.map_err(|error| error.to_string())?;
-            connection.notify(&hello, deadline).map_err(|error| error.to_string())?;
-            Ok::<_, String>(connection)
-        };
-        (0..num_threads).map(connect).collect::<Result<Vec<_>, _>>()
-    };
-    let reached: Vec<_> = std::thread::scope(|scope| {
-        let reaching: Vec<_> = peers.iter().map(|peer| scope.spawn(|| reach(peer))).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<Vec<Connection>, String>>| {
-            thread.join().unwrap_or_else(|_| Err("connecting panicked".to_owned()))
-        };
-        reaching.into_iter().map(join).collect()
-    });
-    let mut answers: HashMap<u64, Result<PeerIndex, String>> = HashMap::new();
-    // All connections of a peer get the same answer.
-    let num_awaited = |answers: &HashMap<u64, _>| {
-        let first = reached.iter().flatten().filter_map(|connections| connections.first());
-        let awaited = first.filter(|connection| connection.closed().is_none());
-        awaited.filter(|connection| !answers.contains_key(&connection.id())).count()
-    };
-    while num_awaited(&answers) > 0 && Instant::now() < deadline {
-        let until = deadline.min(Instant::now() + CLOSE_PERIOD);
-        if let Ok(notification) = engine.next_notification(until) {
-            answers.insert(notification.connection, index(&notification.bytes));
-        }
-    }
-    let sources = peers.iter().zip(reached).map(|(peer, connections)| {
-        let source = connections.and_then(|connections| {
-            let Some(connection) = connections.first() else {
-                return Err("it has no connection".to_owned());
-            };
-            let no_answer = || match connection.closed() {
-                Some(reason) => Err(reason.to_string()),
-                None => Err(format!("no answer within {} s", HELLO_TIMEOUT.as_secs())),
-            };
-            let answer = answers.remove(&connection.id()).unwrap_or_else(no_answer)?;
-            let PeerIndex { holds, share } = answer;
-            let (name, state) = (peer.name.clone(), Mutex::default());
-            let device = device.zip(share).and_then(|(device, share)| {
-                let reached = Arc::clone(device).reach(&share);
-                let warn = |error: &_| tracing::warn!(peer = name, %error, "a device is not used");
-                reached.inspect_err(warn).ok()
-            });
-            Ok(Source { name, connections, holds, device, state })
-        });
-        (peer, source)
-    });
-    sources.collect()
-}
-
-/// Experts of a peer.
-struct PeerIndex {
-    holds: HashSet<(u32, u32)>,
-    /// The text by which its device's memory is found.
-    share: Option<String>,
-}
-
-/// The answer of a peer to the hello.
-fn index(bytes: &[u8]) -> Result<PeerIndex, String> {
-    match wire::decode(bytes)? {
-        Response::Index { version: VERSION, experts, device: share } => {
-            let of_layer = experts.into_iter();
-            let pairs = of_layer
-                .flat_map(|entry| entry.experts.into_iter().map(move |id| (entry.layer, id)));
-            Ok(PeerIndex { holds: pairs.collect(), share })
-        }
-        Response::Index { version, .. } => Err(format!("version {version}, expected {VERSION}")),
-        Response::Refused { reason, .. } => Err(reason),
-        _ => Err("an unexpected answer".to_owned()),
-    }
-}
-
 /// Peers that are connected at the same time.
 const CONNECTS_AT_ONCE: usize = 16;
 /// No more peers are connected when each expert has so many.
 const ENOUGH_HOLDERS: usize = 2;
-/// Longest wait for a peer's connection and index.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(3);
 /// Longest wait for the answer to a request.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time between two checks of a connection's end during a wait.

@@ -26,6 +26,8 @@ pub enum Misdeed {
     Late,
     /// It kills its own process once it has let a reader read.
     Die,
+    /// Its scales have types that no scales can have, in grants that are right otherwise.
+    OddScales,
 }
 
 /// An expert as an honest server offered it.
@@ -33,6 +35,38 @@ pub enum Misdeed {
 struct Copied {
     grant: Value,
     parts: Vec<Vec<u8>>,
+}
+
+impl Copied {
+    /// Gives the scales of each matrix a random type that scales cannot have, their parts the lengths for it, and the
+    /// grant the digest for that.
+    fn rename_scales(&mut self, layer: u64, expert: u64) {
+        const ODD: [(&str, usize); 7] =
+            [("U8", 1), ("I8", 1), ("BOOL", 1), ("I16", 2), ("I32", 4), ("F64", 8), ("I64", 8)];
+        let matrices = self.grant["manifest"]["matrices"].as_array_mut().expect("matrices");
+        // The digest covers the fields in the order of the protocol.
+        let mut texts = Vec::new();
+        for (matrix, parts) in matrices.iter_mut().zip(self.parts.chunks_mut(3)) {
+            assert_eq!(matrix["scales"]["dtype"], "F32", "{matrix}");
+            let (dtype, bytes) = ODD[rand::random_range(0..ODD.len())];
+            matrix["scales"]["dtype"] = json!(dtype);
+            let num_scales = parts[1].len() / size_of::<f32>();
+            parts[1].resize(num_scales * bytes, 0);
+            let [format, rows, cols] = ["format", "rows", "cols"].map(|field| &matrix[field]);
+            let factor = &matrix["scales"]["factor_bits"];
+            texts.push(format!(
+                r#"{{"format":{format},"rows":{rows},"cols":{cols},"scales":{{"dtype":"{dtype}","factor_bits":{factor}}}}}"#
+            ));
+        }
+        let text = format!(r#"{{"matrices":[{}],"has_biases":false}}"#, texts.join(","));
+        let mut hash = blake3::Hasher::new_derive_key("switchyard weights between servers 1");
+        hash.update(&(layer as u32).to_le_bytes()).update(&(expert as u32).to_le_bytes());
+        hash.update(text.as_bytes());
+        for part in &self.parts {
+            hash.update(part);
+        }
+        self.grant["digest"] = json!(hash.finalize().to_hex().as_str());
+    }
 }
 
 /// A member of the fleet that offers copies of an honest member's experts. It stops when it is dropped.
@@ -241,6 +275,9 @@ impl State {
                 let place = rand::random_range(0..bits.len());
                 *bits[place] ^= 1 << rand::random_range(0..8);
             }
+            if self.misdeed == Misdeed::OddScales {
+                copied.rename_scales(layer, expert);
+            }
             copied
         });
         copied.clone()
@@ -262,11 +299,15 @@ impl Upstream {
 
     fn read(&self, layer: u64, expert: u64) -> Copied {
         let id = layer << 32 | expert;
-        send(
-            &self.connection,
-            &json!({ "type": "read", "id": id, "layer": layer, "expert": expert }),
-        );
-        let grant = receive(&self.engine);
+        let request = json!({ "type": "read", "id": id, "layer": layer, "expert": expert });
+        let grant = loop {
+            send(&self.connection, &request);
+            let answer = receive(&self.engine);
+            if answer["type"] != "later" {
+                break answer;
+            }
+            std::thread::sleep(Duration::from_millis(number(&answer["after_ms"])));
+        };
         assert_eq!(grant["type"], "grant", "{grant}");
         let texts = grant["parts"].as_array().expect("parts");
         let read = |text: &Value| {

@@ -155,7 +155,9 @@ async fn servers_with_tokens_of_their_own_read_weights_and_attackers_do_not() {
     let folders = Folders::random(&mut rng, Preset::TinyQwen3Moe);
     let secured = Secured::start().await;
     let a = secured.server("a", &folders.full, WeightsFrom::Disk).await;
-    let b = secured.server("b", &folders.bare, WeightsFrom::Peers).await;
+    // The longest name that a server can have.
+    let long = "b".repeat(128);
+    let b = secured.server(&long, &folders.bare, WeightsFrom::Peers).await;
     assert_eq!(b.holds(), a.holds());
     assert_eq!(read_bytes(&b, "peer"), b.expert_bytes() as f64);
     assert_eq!(sent_bytes(&a), b.expert_bytes() as f64);
@@ -173,7 +175,7 @@ async fn servers_with_tokens_of_their_own_read_weights_and_attackers_do_not() {
     token(&secured.dir, "engine", Role::Client);
     let engine_client = secured.client("engine");
     until("the client's token is known", async || engine_client.whoami().await.is_ok()).await;
-    let good = ask("b", TicketRole::Server, &reader).await;
+    let good = ask(&long, TicketRole::Server, &reader).await;
     let of_client = ask("engine", TicketRole::Client, &reader).await;
     let foreign = SecretKey::generate().expect("a key");
     let fleet_id = secured.client("first").placement().await.expect("a table").cluster_id;

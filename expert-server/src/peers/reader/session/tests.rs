@@ -3,13 +3,16 @@
 use std::io::Read;
 use std::net::{Ipv4Addr, TcpListener};
 
+use control_api::LayerAssignment;
 use httpd::trust::tls::Security;
 use message_engine::ConnectOptions;
 use rand::RngExt;
 
-use super::super::FetchShape;
+use super::super::{FetchShape, SetOnDrop};
+use super::connecting::HELLO_TIMEOUT;
 use super::*;
 use crate::config::Secret;
+use crate::peers::wire::VERSION;
 use crate::peers::{ModelIdentity, WeightsSecret};
 
 fn contains(bytes: &[u8], text: &str) -> bool {
@@ -32,6 +35,97 @@ fn hello_bytes(listener: &TcpListener, secret: &str) -> Vec<u8> {
             Ok(len) => received.extend_from_slice(&buffer[..len]),
         }
     }
+}
+
+fn fetch_with(secret: Option<WeightsSecret>) -> Fetch {
+    let (fingerprint, parameters) = ("f".to_owned(), "p".to_owned());
+    Fetch {
+        identity: ModelIdentity { fingerprint, parameters },
+        local: Ipv4Addr::LOCALHOST.into(),
+        secret,
+        security: Security::default(),
+        wants_ticket: false,
+        patience: HELLO_TIMEOUT,
+        shape: FetchShape(ExpertShape { hidden: 8, inter: 8, is_gated: true }),
+    }
+}
+
+/// Answers the hello of a reader, and returns the connection.
+fn accept(source: &Engine) -> Connection {
+    let limit = Instant::now() + LIMIT;
+    source.next_notification(limit).expect("a hello");
+    let connection = source.accept(limit).expect("a reader");
+    let experts = vec![LayerAssignment { layer: 0, experts: vec![0] }];
+    let index = Response::Index { version: VERSION, experts, device: None };
+    connection.notify(&wire::encode(&index), limit).expect("sent");
+    connection
+}
+
+fn peer_of(source: &Engine) -> Peer {
+    let addr = source.endpoint().addr;
+    Peer { name: "source".to_owned(), addr, options: ConnectOptions::default() }
+}
+
+fn engines<const N: usize>() -> [Engine; N] {
+    [(); N].map(|()| Engine::start(EngineConfig::local()).expect("an engine"))
+}
+
+/// Opens a session with sources that all hold expert 0 of layer 0.
+fn open(fetch: &Fetch, sources: &[Engine]) -> (Session, Vec<Connection>) {
+    let peers: Vec<_> = sources.iter().map(peer_of).collect();
+    std::thread::scope(|scope| {
+        let opening = scope.spawn(|| Session::open(fetch, &peers, &[(0, 0)], 1, None));
+        let connections = sources.iter().map(accept).collect();
+        (opening.join().expect("it ends").expect("sources"), connections)
+    })
+}
+
+fn refusal(id: u64, reason: &str) -> Vec<u8> {
+    wire::encode(&Response::Refused { id: Some(id), reason: reason.to_owned() })
+}
+
+#[test]
+fn a_source_answers_no_request_that_another_one_was_sent() {
+    let sources = engines::<2>();
+    let (session, connections) = open(&fetch_with(None), &sources);
+    let [honest, other] = &*connections else { panic!("two sources") };
+    let (session, is_over) = (&session, &AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let _end = SetOnDrop(is_over);
+        scope.spawn(move || session.route_responses(is_over));
+        for id in 1..20 {
+            let asking = scope.spawn(move || {
+                let connection = &session.sources[0].connections[0];
+                session.ask(connection, &request(id, 0, 0, false), id)
+            });
+            let limit = Instant::now() + LIMIT;
+            sources[0].next_notification(limit).expect("the request");
+            other.notify(&refusal(id, "another source's"), limit).expect("sent");
+            honest.notify(&refusal(id, "its own"), limit).expect("sent");
+            let outcome = asking.join().expect("it ends").map(|_| ());
+            assert!(
+                matches!(&outcome, Err(ReadError::Refused(reason)) if reason == "its own"),
+                "{outcome:?}"
+            );
+        }
+    });
+}
+
+#[test]
+fn reads_that_begin_together_go_to_different_sources() {
+    let (sources, now) = (engines::<3>(), Instant::now());
+    let (session, _connections) = open(&fetch_with(None), &sources);
+    let choose = || match session.choose((0, 0), &[], now) {
+        Choice::Peer(peer) => peer,
+        _ => panic!("all hold it"),
+    };
+    let mut chosen = Vec::from([(); 6].map(|()| choose()));
+    let mut indices: Vec<_> = chosen.iter().map(|peer| peer.idx).collect();
+    indices.sort_unstable();
+    assert_eq!(indices, [0, 0, 1, 1, 2, 2]);
+    // The end of a read makes its source the first choice again.
+    let ended = chosen.swap_remove(rand::rng().random_range(0..6)).idx;
+    assert_eq!(choose().idx, ended);
 }
 
 #[test]
@@ -66,16 +160,7 @@ fn a_reader_shows_its_peers_the_derived_secret_and_never_the_token() {
     let addr = listener.local_addr().expect("an address");
     let shown = secret.reveal().to_owned();
     let recording = std::thread::spawn(move || hello_bytes(&listener, &shown));
-    let (fingerprint, parameters) = ("f".to_owned(), "p".to_owned());
-    let fetch = Fetch {
-        identity: ModelIdentity { fingerprint, parameters },
-        local: Ipv4Addr::LOCALHOST.into(),
-        secret: Some(secret.clone()),
-        security: Security::default(),
-        wants_ticket: false,
-        patience: HELLO_TIMEOUT,
-        shape: FetchShape(ExpertShape { hidden: 8, inter: 8, is_gated: true }),
-    };
+    let fetch = fetch_with(Some(secret.clone()));
     let peer = Peer { name: "recorder".to_owned(), addr, options: ConnectOptions::default() };
     let opened = Session::open(&fetch, &[peer], &[(0, 0)], 1, None);
     assert!(opened.is_err(), "the peer answers nothing");
@@ -83,3 +168,5 @@ fn a_reader_shows_its_peers_the_derived_secret_and_never_the_token() {
     assert!(contains(&bytes, secret.reveal()), "token {token}: {bytes:?}");
     assert!(!contains(&bytes, &token), "token {token}: {bytes:?}");
 }
+
+const LIMIT: Duration = Duration::from_secs(60);
