@@ -74,6 +74,7 @@ fn a_reader_shows_its_peers_the_derived_secret_and_never_the_token() {
         security: Security::default(),
         wants_ticket: false,
         patience: HELLO_TIMEOUT,
+        chunk_timeout: HELLO_TIMEOUT,
         shape: FetchShape(ExpertShape { hidden: 8, inter: 8, is_gated: true }),
     };
     let peer = Peer { name: "recorder".to_owned(), addr, options: ConnectOptions::default() };
