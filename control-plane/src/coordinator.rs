@@ -1,6 +1,7 @@
 //! Runs the fleet: one lock, one clock, one writer of the store, many watchers.
 
 mod edition;
+mod probes;
 mod record;
 mod reversible;
 mod tasks;

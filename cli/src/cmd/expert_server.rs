@@ -291,6 +291,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         listen: args.weights_listen,
         read_limit: args.peer_read_limit,
         peer_timeout: Duration::from_millis(args.peer_timeout_ms),
+        ..WeightsConfig::default()
     };
     config.drain_timeout = Duration::from_millis(args.drain_timeout_ms);
     config.metrics_by_layer = args.metrics_by_layer;

@@ -1,16 +1,13 @@
-//! Tasks of a leader: the clock of leases and plans, and the probes of members.
+//! The task of a leader that moves leases and plans.
 
-use std::collections::HashSet;
 use std::time::Duration;
 
-use futures_util::stream::FuturesUnordered;
-use futures_util::{FutureExt, StreamExt};
 use tokio::task::{JoinError, JoinSet};
 use tracing::error;
 
-use super::{Coordinator, lock};
+use super::Coordinator;
 use crate::balance::{PlanJob, PlanOutcome};
-use crate::fleet::{Fleet, ProbeError};
+use crate::fleet::Fleet;
 
 impl Coordinator {
     /// Expires members, and plans the fleet on a thread for blocking work, until the task is aborted.
@@ -66,85 +63,9 @@ impl Coordinator {
         }
         self.with_fleet(|fleet, now| fleet.finish_plan(planned.ok(), now));
     }
-
-    /// Connects to every member as soon as it serves, again until that works, when a client suspects it, and when it
-    /// renews late. So experts on a server that nothing can reach do not count, and a death has a second observer.
-    /// Ends when the task is aborted.
-    pub(crate) async fn run_probes(&self) {
-        let mut under_way = FuturesUnordered::new();
-        // Members with an attempt under way. One that takes long delays no others.
-        let mut probed: HashSet<(String, u64)> = HashSet::new();
-        loop {
-            // A suspicion is looked into at once, but many of them cause few attempts.
-            tokio::time::sleep(PROBE_PAUSE).await;
-            tokio::select! {
-                () = self.probes_due.notified() => {}
-                () = tokio::time::sleep(PROBE_CHECK) => {}
-                Some(attempt) = under_way.next() => self.record_attempt(&mut probed, attempt),
-            }
-            while let Some(Some(attempt)) = under_way.next().now_or_never() {
-                self.record_attempt(&mut probed, attempt);
-            }
-            let due = lock(&self.fleet).due_probes(self.clock.now());
-            for (name, incarnation, addr) in due {
-                if probed.len() < MAX_PROBES && probed.insert((name.clone(), incarnation)) {
-                    under_way.push(async move {
-                        let outcome = connect(&addr).await;
-                        Attempt { name, incarnation, outcome }
-                    });
-                }
-            }
-        }
-    }
-
-    fn record_attempt(&self, probed: &mut HashSet<(String, u64)>, attempt: Attempt) {
-        let Attempt { name, incarnation, outcome } = attempt;
-        self.with_fleet(|fleet, now| fleet.record_probe(&name, incarnation, outcome, now));
-        probed.remove(&(name, incarnation));
-    }
-}
-
-/// One attempt to connect to a member.
-struct Attempt {
-    name: String,
-    incarnation: u64,
-    outcome: Result<(), ProbeError>,
-}
-
-/// Connects to `addr` and closes the connection.
-async fn connect(addr: &str) -> Result<(), ProbeError> {
-    tokio::time::timeout(PROBE_TIMEOUT, connect_any(addr)).await.unwrap_or_else(|_| {
-        let reason = format!("no answer within {} s", PROBE_TIMEOUT.as_secs());
-        Err(ProbeError { reason, is_refused: false })
-    })
-}
-
-/// Connects to the first address of `addr` that accepts.
-async fn connect_any(addr: &str) -> Result<(), ProbeError> {
-    let failed = |err: std::io::Error| ProbeError { reason: err.to_string(), is_refused: false };
-    let addrs = tokio::net::lookup_host(addr).await.map_err(failed)?;
-    let no_address = "the name has no address".to_owned();
-    let mut error = ProbeError { reason: no_address, is_refused: false };
-    let mut is_refused = true;
-    for addr in addrs {
-        match tokio::net::TcpStream::connect(addr).await {
-            Ok(_) => return Ok(()),
-            Err(err) => {
-                is_refused &= err.kind() == std::io::ErrorKind::ConnectionRefused;
-                error = ProbeError { reason: err.to_string(), is_refused };
-            }
-        }
-    }
-    Err(error)
 }
 
 /// The gauges of the advice change at this rate.
 const ADVICE_PERIOD: Duration = Duration::from_secs(1);
-/// Time between two looks for members to connect to, unless something wakes the task before.
-const PROBE_CHECK: Duration = Duration::from_millis(100);
-const PROBE_PAUSE: Duration = Duration::from_millis(20);
-const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Connection attempts at a time.
-const MAX_PROBES: usize = 32;
 const MIN_TICK: Duration = Duration::from_millis(5);
 const MAX_TICK: Duration = Duration::from_millis(100);

@@ -34,7 +34,7 @@ fn request(nth: u32) -> RegisterRequest {
 }
 
 /// A control plane whose clock stands still, without a writer of its store.
-fn start() -> (Coordinator, Arc<ManualClock>) {
+pub(super) fn start() -> (Coordinator, Arc<ManualClock>) {
     let clock = Arc::new(ManualClock::new());
     let settings = FleetSettings {
         lease_ttl: TTL,
@@ -67,7 +67,7 @@ fn start() -> (Coordinator, Arc<ManualClock>) {
 }
 
 /// Registers a member that serves at once.
-fn join(coordinator: &Coordinator, nth: u32) {
+pub(super) fn join(coordinator: &Coordinator, nth: u32) {
     let request = request(nth);
     let ready = ReadyRequest { incarnation: 1, holds: request.holds.clone() };
     let member = coordinator.with_fleet(|fleet, now| fleet.register(request, now)).unwrap();

@@ -1,6 +1,8 @@
 mod durable;
+mod elastic;
 mod follow;
 mod leases;
+mod leaving;
 mod probe;
 mod registration;
 

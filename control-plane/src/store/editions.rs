@@ -3,10 +3,13 @@
 //! Every edition writes its snapshot through an [`EditionStore`] of its own, which replaces the whole document. The
 //! snapshot of the current edition is the outer one, with the others inside. A document without others is that of a fleet
 //! with one model.
+//!
+//! The goals are those of the fleet. Each write gives the goals of the edition that writes to all editions, so goals change
+//! in one write. A process that ends before the other editions have written leaves no difference.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use control_api::EditionState;
+use control_api::{EditionState, FleetGoals};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
@@ -80,6 +83,8 @@ struct Document {
     parts: Vec<Part>,
     /// Upper bound of the epochs of all editions that were forgotten.
     epoch_floor: u64,
+    /// Goals of all editions, as the last write has them. A part's snapshot may have older ones.
+    goals: Option<FleetGoals>,
 }
 
 #[derive(Clone, Debug)]
@@ -105,7 +110,8 @@ impl EditionStores {
         let (snapshot, revision) = store.load()?;
         let kind = store.kind();
         let parts = split(snapshot);
-        let document = Document { store, revision, parts: parts.clone(), epoch_floor: 0 };
+        let goals = parts[0].snapshot.as_ref().and_then(|snapshot| snapshot.goals);
+        let document = Document { store, revision, parts: parts.clone(), epoch_floor: 0, goals };
         let stores = Self { document: Arc::new(Mutex::new(document)), kind };
         let found = parts.into_iter().map(|part| Found {
             record: part.record,
@@ -181,10 +187,11 @@ impl Document {
         let Some((_, current)) = written.next() else { return Ok(()) };
         let mut whole = current.clone();
         whole.reserved_epoch = whole.reserved_epoch.max(self.epoch_floor);
+        whole.goals = self.goals;
         whole.others = written
             .map(|(part, snapshot)| StoredEdition {
                 record: part.record.clone(),
-                snapshot: snapshot.clone(),
+                snapshot: Snapshot { goals: self.goals, ..snapshot.clone() },
             })
             .collect();
         self.revision = self.store.save(&whole, self.revision)?;
@@ -206,6 +213,14 @@ fn split(snapshot: Option<Snapshot>) -> Vec<Part> {
     for other in &mut others {
         other.snapshot.reserved_epoch = floor;
         forget_replaced(&mut current, &mut other.snapshot);
+        if other.snapshot.goals != current.goals {
+            let fingerprint = other.record.fingerprint.as_deref();
+            warn!(
+                fingerprint,
+                "the store had other goals for this model; those of the current one hold"
+            );
+            other.snapshot.goals = current.goals;
+        }
     }
     let others = without_twins(&mut current, current_model.as_deref(), others);
     let record = EditionRecord::current(current_model);
@@ -275,7 +290,9 @@ impl Store for EditionStore {
     fn load(&mut self) -> Result<(Option<Snapshot>, Revision), StoreError> {
         let document = self.stores.lock();
         let part = document.parts.iter().find(|part| part.id == self.id);
-        Ok((part.and_then(|part| part.snapshot.clone()), document.revision))
+        let snapshot = part.and_then(|part| part.snapshot.clone());
+        let goals = document.goals;
+        Ok((snapshot.map(|snapshot| Snapshot { goals, ..snapshot }), document.revision))
     }
 
     fn save(&mut self, snapshot: &Snapshot, expected: Revision) -> Result<Revision, StoreError> {
@@ -287,10 +304,12 @@ impl Store for EditionStore {
             return Ok(next);
         };
         let old = document.parts[at].snapshot.replace(snapshot.clone());
+        let old_goals = std::mem::replace(&mut document.goals, snapshot.goals);
         match document.save() {
             Ok(()) => Ok(next),
             Err(err) => {
                 document.parts[at].snapshot = old;
+                document.goals = old_goals;
                 Err(err)
             }
         }
@@ -302,143 +321,4 @@ impl Store for EditionStore {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::io;
-
-    use super::super::MemoryStore;
-    use super::super::conformance::snapshot;
-    use super::*;
-
-    /// A store that can be full.
-    #[derive(Clone, Debug, Default)]
-    struct Limited {
-        inner: MemoryStore,
-        is_full: Arc<Mutex<bool>>,
-    }
-
-    impl Store for Limited {
-        fn kind(&self) -> &'static str {
-            "limited"
-        }
-
-        fn load(&mut self) -> Result<(Option<Snapshot>, Revision), StoreError> {
-            self.inner.load()
-        }
-
-        fn save(&mut self, new: &Snapshot, expected: Revision) -> Result<Revision, StoreError> {
-            if *self.is_full.lock().unwrap() {
-                let source = io::ErrorKind::StorageFull.into();
-                return Err(StoreError::Full { path: "disk".into(), source });
-            }
-            self.inner.save(new, expected)
-        }
-
-        fn reserve_epoch(&mut self, epoch: u64) -> Result<(), StoreError> {
-            self.inner.reserve_epoch(epoch)
-        }
-    }
-
-    fn record(state: EditionState) -> EditionRecord {
-        let fingerprint = Some("11ff11ff".to_owned());
-        EditionRecord { fingerprint, ..EditionRecord { state, ..EditionRecord::current(None) } }
-    }
-
-    fn next(seed: u64) -> Snapshot {
-        let mut next = Snapshot { others: Vec::new(), ..snapshot(seed) };
-        for member in &mut next.members {
-            (member.name, member.member_id) =
-                (format!("next-{}", member.name), control_api::MemberId::random());
-        }
-        next
-    }
-
-    #[test]
-    fn all_editions_come_back_and_a_full_disk_changes_none() {
-        let limited = Limited::default();
-        let (stores, mut found) = EditionStores::load(Box::new(limited.clone())).unwrap();
-        assert_eq!(found.len(), 1);
-        let mut current = found.remove(0).store;
-        let first = snapshot(3);
-        let revision = current.save(&first, Revision(0)).unwrap();
-        let (mut store, floor) = stores.add(record(EditionState::Next));
-        assert_eq!(floor, first.reserved_epoch);
-        let other = next(7);
-        store.save(&other, Revision(0)).unwrap();
-
-        *limited.is_full.lock().unwrap() = true;
-        let records = [
-            (store.id(), EditionRecord::current(Some("11ff11ff".to_owned()))),
-            (current.id(), record(EditionState::Retiring)),
-        ];
-        stores.change(&records).unwrap_err();
-        current.save(&snapshot(4), revision).unwrap_err();
-        *limited.is_full.lock().unwrap() = false;
-        let (_, found) = EditionStores::load(Box::new(limited.clone())).unwrap();
-        let states: Vec<_> = found.iter().map(|found| found.record.state).collect();
-        assert_eq!(states, [EditionState::Current, EditionState::Next]);
-        // The epochs of both count for each.
-        let reserved_epoch = other.reserved_epoch;
-        assert_eq!(found[0].snapshot, Some(Snapshot { reserved_epoch, ..first.clone() }));
-        assert_eq!(found[1].snapshot, Some(other.clone()));
-
-        stores.change(&records).unwrap();
-        let (_, found) = EditionStores::load(Box::new(limited.clone())).unwrap();
-        assert_eq!(found[0].snapshot, Some(other.clone()));
-        assert_eq!(found[1].record, record(EditionState::Retiring));
-        assert_eq!(found[1].snapshot.as_ref().unwrap().reserved_epoch, reserved_epoch);
-
-        // A forgotten edition leaves only its epochs.
-        stores.change(&records[1..]).unwrap();
-        let (_, found) = EditionStores::load(Box::new(limited)).unwrap();
-        let expected = Snapshot { reserved_epoch: other.reserved_epoch, ..first };
-        assert_eq!(found[0].snapshot, Some(expected));
-        assert_eq!(found.len(), 1);
-        assert_eq!(stores.add(record(EditionState::Next)).1, other.reserved_epoch);
-    }
-
-    #[test]
-    fn two_editions_of_one_model_come_back_as_one() {
-        let seed = u64::from(rand::random::<u8>());
-        println!("seed {seed}");
-        let mut current = snapshot(seed);
-        let model = current.model.as_ref().unwrap().fingerprint.clone();
-        let served = next(seed.wrapping_add(1));
-        assert!(!served.members.is_empty());
-        let orphan = Snapshot { members: Vec::new(), ..next(seed.wrapping_add(2)) };
-        let other =
-            |record, snapshot: &Snapshot| StoredEdition { record, snapshot: snapshot.clone() };
-        let same_as_current =
-            EditionRecord { fingerprint: Some(model.clone()), ..record(EditionState::Retiring) };
-        current.others = vec![
-            other(record(EditionState::Next), &orphan),
-            other(same_as_current, &next(seed.wrapping_add(3))),
-            other(record(EditionState::Draining), &served),
-            other(record(EditionState::Next), &orphan),
-        ];
-        let highest = current.others.iter().map(|other| other.snapshot.reserved_epoch).max();
-        let highest = highest.max(Some(current.reserved_epoch)).unwrap();
-        let parts = split(Some(current));
-        let found: Vec<_> = parts.iter().map(|part| (part.id, part.record.clone())).collect();
-        let expected =
-            [(0, EditionRecord::current(Some(model))), (1, record(EditionState::Draining))];
-        assert_eq!(found, expected);
-        assert_eq!(parts[1].snapshot.as_ref().unwrap().members, served.members);
-        assert!(parts.iter().all(|part| part.reserved_epoch() == highest));
-    }
-
-    #[test]
-    fn a_member_that_moved_to_the_other_model_is_not_restored_in_the_old_one() {
-        let (mut old, mut new) = (snapshot(1), next(2));
-        let moved = old.members[0].clone();
-        new.members[0].superseded = vec![super::super::Predecessor {
-            member_id: moved.member_id.clone(),
-            incarnation: moved.incarnation,
-        }];
-        old.others =
-            vec![StoredEdition { record: record(EditionState::Next), snapshot: new.clone() }];
-        let parts = split(Some(old.clone()));
-        let members = |part: &Part| part.snapshot.as_ref().unwrap().members.clone();
-        assert_eq!(members(&parts[0]), old.members[1..]);
-        assert_eq!(members(&parts[1]), new.members);
-    }
-}
+mod tests;

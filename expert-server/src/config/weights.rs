@@ -16,6 +16,9 @@ pub struct WeightsConfig {
     pub read_limit: u64,
     /// Longest time without a new expert from a peer, for a server that needs peers.
     pub peer_timeout: Duration,
+    /// Longest read of up to 16 MiB of a peer. A peer that takes longer has stopped: it is not asked again, and its
+    /// experts come from another peer.
+    pub chunk_timeout: Duration,
 }
 
 impl Default for WeightsConfig {
@@ -25,6 +28,8 @@ impl Default for WeightsConfig {
             listen: None,
             read_limit: DEFAULT_READ_LIMIT,
             peer_timeout: Duration::from_secs(30),
+            // A peer that sends 1 MiB a second needs less.
+            chunk_timeout: Duration::from_secs(20),
         }
     }
 }

@@ -46,6 +46,8 @@ pub(crate) struct Fetch {
     pub(crate) wants_ticket: bool,
     /// The read ends after this time without a new expert.
     pub(crate) patience: Duration,
+    /// Longest read of a chunk. The peer names the lease, so a peer that has stopped must not hold a read until its end.
+    pub(crate) chunk_timeout: Duration,
     pub(crate) shape: FetchShape,
 }
 

@@ -139,6 +139,7 @@ pub(super) fn peers_of(
         security: config.security.clone(),
         wants_ticket: config.wants_tickets(),
         patience: config.weights.peer_timeout,
+        chunk_timeout: config.weights.chunk_timeout,
         shape: model.checkpoint.config().into(),
     };
     Some((fetch, control.clone()))

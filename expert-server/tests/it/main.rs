@@ -16,6 +16,7 @@ use test_support::allocations::CountingAllocator;
 test_support::child_processes! {
     "client" => device::leaving::client,
     "dying-peer" => peers::dying_peer,
+    "stopping-peer" => peers::stopping_peer,
 }
 
 #[global_allocator]

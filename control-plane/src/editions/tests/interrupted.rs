@@ -1,6 +1,10 @@
 //! Changes that a full or slow disk, a caller that leaves or the end of the process interrupts.
 
+use std::sync::atomic::AtomicBool;
+
 use super::*;
+use crate::boards::Boards;
+use crate::clock::ManualClock;
 
 #[tokio::test]
 async fn a_full_disk_changes_no_state() {

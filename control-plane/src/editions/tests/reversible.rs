@@ -124,6 +124,24 @@ async fn goals_change_in_all_editions_or_in_none() {
     assert_eq!(world.all_goals(), [(goals(2), Some(goals(2))); 2]);
 }
 
+/// The process ends after one of two editions has stored new goals, before the other one has, and before they are taken
+/// back. The next process finds the same goals in both.
+#[tokio::test]
+async fn goals_of_all_editions_are_the_same_after_an_end_in_between() {
+    let mut world = World::elastic();
+    world.serve_all("old", OLD).await;
+    world.editions.set_goals(goals(1)).await.unwrap();
+    world.add(NEW).await.unwrap();
+    *lock(&world.disk.full_after) = Some(1);
+    refused(world.editions.set_goals(goals(2)), &["not in force"]).await;
+    // Nothing more reaches the disk before the end. One write of the two has.
+    world = world.restart().await;
+    assert_eq!(world.all_goals(), [(goals(2), Some(goals(2))); 2]);
+    world.recover().await;
+    world = world.restart().await;
+    assert_eq!(world.all_goals(), [(goals(2), Some(goals(2))); 2]);
+}
+
 /// A member that serves stays, whatever change of others cannot be stored meanwhile.
 #[tokio::test]
 async fn a_resume_of_a_serving_member_never_drains_it() {

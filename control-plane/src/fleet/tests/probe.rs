@@ -1,6 +1,6 @@
 //! Attempts of the control plane to connect to members.
 
-use super::follow::Elastic;
+use super::elastic::Elastic;
 use super::*;
 
 /// Experts that have a replica on a server of this name.

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use message_engine::{Connection, Engine, EngineConfig, WaitError, default_fabrics};
 
 use self::connecting::{connect, nearest_first};
+use self::transfer::ReadLimits;
 use super::{Fetch, Peer, ReadExpert};
 use crate::experts::{CopyError, DeviceExperts, Experts, PeerMemory};
 use crate::peers::manifest::{ExpertShape, Manifest};
@@ -78,6 +79,7 @@ impl Chosen<'_> {
 pub(super) struct Session {
     engine: Arc<Engine>,
     shape: ExpertShape,
+    chunk_timeout: Duration,
     sources: Vec<Source>,
     next_id: AtomicU64,
     waiting: Mutex<Waiting>,
@@ -112,7 +114,7 @@ struct Grant {
     manifest: Manifest,
     digest: String,
     parts: Vec<String>,
-    deadline: Instant,
+    limits: ReadLimits,
 }
 
 impl Session {
@@ -165,7 +167,8 @@ impl Session {
         }
         let waiting = Mutex::default();
         let next_id = AtomicU64::new(1);
-        Ok(Self { engine, shape: fetch.shape.0, sources, next_id, waiting })
+        let (shape, chunk_timeout) = (fetch.shape.0, fetch.chunk_timeout);
+        Ok(Self { engine, shape, chunk_timeout, sources, next_id, waiting })
     }
 
     /// The peer to read an expert of: one whose device this server's device reaches, if there is one, and among equals
@@ -292,7 +295,9 @@ impl Session {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let grant = match self.ask(connection, &request(id, layer, expert, false), id)? {
             Response::Grant { manifest, digest, parts, lease_ms, .. } => {
-                Grant { manifest, digest, parts, deadline: begin + lease(lease_ms) }
+                let deadline = begin + lease(lease_ms);
+                let limits = ReadLimits { deadline, chunk_timeout: self.chunk_timeout };
+                Grant { manifest, digest, parts, limits }
             }
             _ => return Err(ReadError::Failed("an unexpected answer".to_owned())),
         };

@@ -1,7 +1,7 @@
 //! A peer that offers weights and misbehaves. It speaks the protocol by itself, so it shares no code with the server.
 
 use std::collections::HashMap;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,7 +12,10 @@ use checkpoint::Checkpoint;
 use control_api::{ControlClient, LeaseKeeper, LeaseOptions, ModelDescriptor, RegisterRequest};
 use message_engine::{
     Access, Connection, Descriptor, Engine, EngineConfig, MemoryRegion, Notification,
+    default_fabrics,
 };
+use p2p_core::TransportKind;
+use rustix::process::{Signal, getpid, kill_process};
 use serde_json::{Value, json};
 
 use crate::common::PATIENCE;
@@ -28,6 +31,9 @@ pub enum Misdeed {
     Die,
     /// Its scales have types that no scales can have, in grants that are right otherwise.
     OddScales,
+    /// It stops its own process then. Its host goes on to confirm what arrives. It offers reads over TCP only, which
+    /// it has to answer, and for an hour.
+    Stop,
 }
 
 /// An expert as an honest server offered it.
@@ -139,7 +145,13 @@ impl RawPeer {
         let upstream = tokio::task::block_in_place(|| {
             Upstream::connect(source.parse().expect("an address"), &fingerprint, &parameters)
         });
-        let engine = Engine::start(EngineConfig::local()).expect("an engine");
+        let mut config = EngineConfig::local();
+        if misdeed == Misdeed::Stop {
+            let fabrics = default_fabrics(Ipv4Addr::LOCALHOST.into(), None).expect("fabrics");
+            config.fabrics =
+                fabrics.into_iter().filter(|fabric| fabric.kind() == TransportKind::Tcp).collect();
+        }
+        let engine = Engine::start(config).expect("an engine");
         let addr = engine.endpoint().addr;
         let keeper = register(&control, &checkpoint, name, addr).await;
         let state = Arc::new(State {
@@ -245,18 +257,22 @@ impl State {
                         grant["lease_ms"] = json!(100);
                         std::thread::sleep(Duration::from_millis(120));
                     }
+                    if self.misdeed == Misdeed::Stop {
+                        grant["lease_ms"] = json!(3_600_000);
+                    }
                     self.num_granted.fetch_add(1, Ordering::Relaxed);
                     if let Some(mark) = &self.mark {
                         std::fs::write(mark, b"").expect("marked");
                     }
                     let bytes = serde_json::to_vec(&grant).expect("JSON");
                     let sent = connection.notify(&bytes, deadline);
-                    if self.misdeed == Misdeed::Die {
-                        rustix::process::kill_process(
-                            rustix::process::getpid(),
-                            rustix::process::Signal::KILL,
-                        )
-                        .expect("killed");
+                    let signal = match self.misdeed {
+                        Misdeed::Die => Some(Signal::KILL),
+                        Misdeed::Stop => Some(Signal::STOP),
+                        Misdeed::FlipBit | Misdeed::Late => None,
+                    };
+                    if let Some(signal) = signal {
+                        kill_process(getpid(), signal).expect("sent");
                     }
                     drop(sent);
                 }
@@ -329,15 +345,24 @@ impl Upstream {
     }
 }
 
-/// The process of a peer that dies. Its arguments are the control plane, a checkpoint, and a file to create before it
-/// lets a reader read.
+/// The process of a peer that dies, see [`faulty_peer`].
+pub fn dying_peer() {
+    faulty_peer("dying", Misdeed::Die);
+}
+
+/// The process of a peer that stops, see [`faulty_peer`].
+pub fn stopping_peer() {
+    faulty_peer("stopping", Misdeed::Stop);
+}
+
+/// A process with one peer. Its arguments are the control plane, a checkpoint, and a file to create before it lets a
+/// reader read.
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
-pub async fn dying_peer() {
+async fn faulty_peer(name: &str, misdeed: Misdeed) {
     let mut args = std::env::args().skip(1);
     let mut next = || args.next().expect("an argument");
     let (url, dir, mark) = (next(), next(), next());
-    let peer =
-        RawPeer::join_with(&url, "dying", dir.as_ref(), Misdeed::Die, Some(mark.into())).await;
+    let peer = RawPeer::join_with(&url, name, dir.as_ref(), misdeed, Some(mark.into())).await;
     tokio::time::sleep(PATIENCE).await;
     drop(peer);
 }

@@ -46,6 +46,7 @@ fn fetch_with(secret: Option<WeightsSecret>) -> Fetch {
         security: Security::default(),
         wants_ticket: false,
         patience: HELLO_TIMEOUT,
+        chunk_timeout: HELLO_TIMEOUT,
         shape: FetchShape(ExpertShape { hidden: 8, inter: 8, is_gated: true }),
     }
 }

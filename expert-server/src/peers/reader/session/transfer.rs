@@ -14,6 +14,15 @@ use crate::experts::{Experts, Landing, Room};
 use crate::peers::manifest::Digest;
 use crate::peers::wire;
 
+/// How long the reads of a grant may take.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ReadLimits {
+    /// End of the lease.
+    pub(super) deadline: Instant,
+    /// Longest read of a chunk.
+    pub(super) chunk_timeout: Duration,
+}
+
 impl Session {
     pub(super) fn read_granted(
         &self,
@@ -38,14 +47,8 @@ impl Session {
             return Ok(0);
         }
         if let Room::Pieces(mut landing) = room {
-            let landed = self.land(
-                connection,
-                &mut *landing,
-                &descriptors,
-                grant.deadline,
-                &mut digest,
-                stop,
-            );
+            let landed =
+                self.land(connection, &mut *landing, &descriptors, grant.limits, &mut digest, stop);
             return match landed {
                 Ok(()) => {
                     check_digest(&digest, grant)?;
@@ -68,7 +71,7 @@ impl Session {
         let memory = WeightMemory::new(offset.max(ALIGN_BYTES));
         let memory = memory.map_err(|error| ReadError::Memory(error.to_string()))?;
         let parts: Vec<_> = ranges.iter().cloned().zip(descriptors).collect();
-        let memory = self.fill(connection, memory, &parts, grant.deadline, &mut digest, stop)?;
+        let memory = self.fill(connection, memory, &parts, grant.limits, &mut digest, stop)?;
         check_digest(&digest, grant)?;
         let weights = grant.manifest.assemble(&Arc::new(memory), &ranges);
         let weights = weights.map_err(ReadError::Damaged)?;
@@ -85,7 +88,7 @@ impl Session {
         connection: &Connection,
         landing: &mut dyn Landing,
         parts: &[Option<Descriptor>],
-        deadline: Instant,
+        limits: ReadLimits,
         digest: &mut Digest,
         stop: &AtomicBool,
     ) -> Result<(), (ReadError, bool)> {
@@ -111,7 +114,7 @@ impl Session {
                     let piece = part.sub(done, len);
                     let piece = piece.map_err(|error| ReadError::Failed(error.to_string()))?;
                     let range = 0..len as usize;
-                    read_part(connection, &regions[idx], &range, &piece, deadline, digest, stop)?;
+                    read_part(connection, &regions[idx], &range, &piece, limits, digest, stop)?;
                     // SAFETY: as many bytes of a buffer whose transfer has ended.
                     let bytes = unsafe {
                         std::slice::from_raw_parts(buffers[idx].cast().as_ptr(), len as usize)
@@ -142,7 +145,7 @@ impl Session {
         connection: &Connection,
         mut memory: WeightMemory,
         parts: &[(Range<usize>, Option<Descriptor>)],
-        deadline: Instant,
+        limits: ReadLimits,
         digest: &mut Digest,
         stop: &AtomicBool,
     ) -> Result<WeightMemory, ReadError> {
@@ -153,7 +156,7 @@ impl Session {
         let region = unsafe { self.engine.reg(first, bytes, Access::Local) };
         let region = region.map_err(|error| ReadError::Memory(error.to_string()))?;
         let outcome = parts.iter().try_for_each(|(range, part)| match part {
-            Some(part) => read_part(connection, &region, range, part, deadline, digest, stop),
+            Some(part) => read_part(connection, &region, range, part, limits, digest, stop),
             None => Ok(()),
         });
         if let Err(error) = self.engine.dereg(region) {
@@ -191,7 +194,7 @@ fn read_part(
     region: &MemoryRegion,
     range: &Range<usize>,
     part: &Descriptor,
-    deadline: Instant,
+    limits: ReadLimits,
     digest: &mut Digest,
     stop: &AtomicBool,
 ) -> Result<(), ReadError> {
@@ -204,15 +207,14 @@ fn read_part(
             return Err(ReadError::Stopped);
         }
         // Copies on this thread do not look at the clock.
-        if Instant::now() >= deadline {
+        if Instant::now() >= limits.deadline {
             return Err(ReadError::Failed("the grant ended before the expert was read".to_owned()));
         }
         let len = (part.bytes - done).min(chunk_bytes);
         let first = range.start as u64 + done;
         let span = region.span(first, len).map_err(|error| failed(&error))?;
         let remote = part.sub(done, len).map_err(|error| failed(&error))?;
-        // The peer names the lease, so a peer that has stopped must not hold the read until its end.
-        let deadline = deadline.min(Instant::now() + CHUNK_TIMEOUT);
+        let deadline = limits.deadline.min(Instant::now() + limits.chunk_timeout);
         let read = connection
             .read_directly(&span, &remote, deadline)
             .unwrap_or_else(|| connection.read(&span, &remote, deadline));
@@ -232,7 +234,5 @@ fn read_part(
 const CHUNK_BYTES: u64 = 16 << 20;
 /// The same for copies on the reader's thread, which cost no round trip: less than a processor's cache.
 const DIRECT_CHUNK_BYTES: u64 = 256 << 10;
-/// Longest read of a chunk. A peer that sends 1 MiB a second needs less.
-const CHUNK_TIMEOUT: Duration = Duration::from_secs(20);
 /// Alignment of parts: a cache line.
 const ALIGN_BYTES: usize = 64;
