@@ -156,10 +156,15 @@ impl Io {
         handshake: &mut Handshake,
         writable: bool,
     ) -> Outcome {
-        match self.try_advance(handshake, writable) {
+        let outcome = match self.try_advance(handshake, writable) {
             Ok(outcome) => outcome,
             Err(failure) => self.fail_handshake(handshake, failure),
+        };
+        // The last read may have made TLS records that the socket had no room for.
+        if matches!(outcome, Outcome::InProgress) && handshake.step != Step::Connecting {
+            handshake.socket.want_out(self.set(), !handshake.out.is_empty());
         }
+        outcome
     }
 
     /// Closes a handshake. Its caller, if any, gets `error`, or else a timeout.

@@ -268,3 +268,6 @@ const GROWN_BUFFER_BYTES: usize = 128 << 10;
 const MAX_RECORD_READS: usize = 16;
 /// Bytes of one TLS record, see RFC 8446, section 5.1.
 const MAX_RECORD_BYTES: usize = 16 << 10;
+
+#[cfg(test)]
+mod tests;
