@@ -138,6 +138,8 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     expect(browser.evaluate(cells)[:2] == ["– – –", "37 µs 1.4 ms 9.4 µs"], f"phases: {browser.evaluate(cells)}")
     charted = "document.querySelector('#chart-phases .u-legend')?.innerText ?? ''"
     browser.until(f"({charted}).includes('combine')")
+    raw = browser.evaluate("document.documentElement.textContent")
+    expect("\\u202e)nepo( dekcah\\u2066" in raw and "\u202e" not in raw, "a member turns the direction of text around")
     expect(browser.evaluate("document.title") != "owned", "a member's name ran as HTML")
     expect(browser.evaluate("document.querySelectorAll('main img').length") == 0, "a member's name became an image")
 

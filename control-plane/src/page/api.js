@@ -44,20 +44,24 @@ export async function call(method, path, body) {
   if (!response.ok) {
     let detail = {};
     try {
-      detail = JSON.parse(text);
+      detail = JSON.parse(text, readable);
     } catch {
       // A proxy between page and control plane may answer with HTML. The status says enough.
     }
     throw new ApiError(response.status, detail.code ?? "", detail.message ?? `${method} ${path}: HTTP ${response.status}`);
   }
   try {
-    return text ? JSON.parse(text, keepBigNumbers) : null;
+    return text ? JSON.parse(text, readable) : null;
   } catch {
     throw new ApiError(response.status, "bad_response", `${method} ${path}: the answer is not JSON`);
   }
 }
 
-// Incarnations are 64-bit numbers, which JavaScript would round. Only their text is needed.
-function keepBigNumbers(key, value, context) {
+// Incarnations are 64-bit numbers, which JavaScript would round. Only their text is needed. Control characters and those
+// that change the direction of text are shown by their numbers: texts come from members and callers.
+function readable(key, value, context) {
+  if (typeof value === "string") return value.replace(DISRUPTIVE, (char) => `\\u${char.charCodeAt(0).toString(16).padStart(4, "0")}`);
   return key === "incarnation" && context?.source ? context.source : value;
 }
+
+const DISRUPTIVE = /[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]/g;
