@@ -144,6 +144,9 @@ fn three_commands_make_a_secure_fleet() {
     assert!(line.contains("operator"), "{line}");
     let line = failure(&["status", "--control-plane", &url]);
     assert!(line.contains("--tls DIR") && line.contains("SWITCHYARD_TLS"), "{line}");
+    let authority = format!("{ca}/ca.pem");
+    let line = failure_by_certificate(&["status", "--control-plane", &url, "--tls-ca", &authority]);
+    assert!(line.contains("no client certificate") && line.contains("--tls DIR"), "{line}");
     let line = failure(&["status", "--control-plane", &format!("http://{addr}")]);
     assert!(line.contains("speaks HTTPS only"), "{line}");
 

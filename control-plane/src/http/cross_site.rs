@@ -107,6 +107,7 @@ mod tests {
             security: Security::default(),
             listen: "planes:7070".to_owned(),
             local_addr: ([127, 0, 0, 1], 7070).into(),
+            requires_identity: false,
         };
         let check = |host| check_local_host(&headers(&[("host", host)]), &exposure).is_ok();
         for own in [
