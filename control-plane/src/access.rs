@@ -236,6 +236,12 @@ pub(crate) enum Forbidden {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Unauthorized {
     #[error("no token: send the header `Authorization: Bearer TOKEN`")]
+    MissingToken,
+    #[error("no client certificate: show one of the fleet's authority")]
+    MissingCertificate,
+    #[error(
+        "no token and no client certificate: send the header `Authorization: Bearer TOKEN`, or show a certificate of the fleet's authority"
+    )]
     Missing,
     #[error("not a bearer token: send the header `Authorization: Bearer TOKEN`")]
     Scheme,
@@ -248,7 +254,7 @@ pub(crate) enum Unauthorized {
 pub(crate) struct Access {
     cluster_token: Option<TokenHash>,
     pub(crate) tokens: Option<Arc<TokenFile>>,
-    requires_identity: bool,
+    accepts_certificates: bool,
 }
 
 impl Access {
@@ -259,8 +265,16 @@ impl Access {
         accepts_certificates: bool,
     ) -> Self {
         let cluster_token = cluster_token.map(|token| TokenHash::of(token.as_bytes()));
-        let requires_identity = cluster_token.is_some() || tokens.is_some() || accepts_certificates;
-        Self { cluster_token, tokens, requires_identity }
+        Self { cluster_token, tokens, accepts_certificates }
+    }
+
+    /// Returns false if every process that reaches the port has all roles.
+    pub(crate) fn requires_identity(&self) -> bool {
+        self.checks_tokens() || self.accepts_certificates
+    }
+
+    fn checks_tokens(&self) -> bool {
+        self.cluster_token.is_some() || self.tokens.is_some()
     }
 
     /// The caller behind the value of the header `Authorization`, or else behind a verified certificate. A token comes
@@ -271,13 +285,16 @@ impl Access {
         authorization: Option<&[u8]>,
         address: Option<IpAddr>,
     ) -> Result<Caller, Unauthorized> {
-        let checks_tokens = self.cluster_token.is_some() || self.tokens.is_some();
         match (authorization, certificate) {
-            (Some(value), _) if checks_tokens => self.identify_token(value, address),
+            (Some(value), _) if self.checks_tokens() => self.identify_token(value, address),
             (_, Some(identity)) => Ok(Caller::identified(identity, address)),
-            _ if !self.requires_identity => Ok(Caller::anonymous(address)),
+            _ if !self.requires_identity() => Ok(Caller::anonymous(address)),
             (Some(value), None) => self.identify_token(value, address),
-            (None, None) => Err(Unauthorized::Missing),
+            (None, None) => Err(match (self.checks_tokens(), self.accepts_certificates) {
+                (true, true) => Unauthorized::Missing,
+                (true, false) => Unauthorized::MissingToken,
+                (false, _) => Unauthorized::MissingCertificate,
+            }),
         }
     }
 
@@ -353,9 +370,15 @@ mod tests {
         {
             assert!(attempt(Some(wrong)).is_err(), "{wrong}");
         }
-        assert_eq!(attempt(None).unwrap_err(), Unauthorized::Missing);
-        // With certificates a caller without one needs a token; without either, all are let in.
-        assert!(Access::new(None, None, true).identify(None, None, None).is_err());
+        assert_eq!(attempt(None).unwrap_err(), Unauthorized::MissingToken);
+        // With certificates a caller without one needs a token; without either, all are let in. A refusal asks for what
+        // the port accepts.
+        let both = Access::new(Some("secret"), None, true);
+        assert_eq!(both.identify(None, None, None).unwrap_err(), Unauthorized::Missing);
+        let certificates = Access::new(None, None, true);
+        let refusal = certificates.identify(None, None, None).unwrap_err();
+        assert_eq!(refusal, Unauthorized::MissingCertificate);
+        assert!(!refusal.to_string().contains("token"), "{refusal}");
         assert!(Access::new(None, None, false).identify(None, None, None).is_ok());
     }
 

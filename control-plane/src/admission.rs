@@ -1,7 +1,9 @@
 //! Reasons to refuse a request, and the checks of members' requests. Sans-I/O.
 
 use control_api::placement::{cannot_be_reached, is_host_port, validate_model};
+use control_api::text::is_disruptive;
 use control_api::{Assignment, FleetGoals, LoadReport, ModelDescriptor, RegisterRequest};
+use trust::tls::is_valid_name;
 
 use crate::planner::PlanError;
 use crate::planner::rebalance::MAX_SPARE;
@@ -80,10 +82,11 @@ pub(crate) fn check_registration(
 ) -> Result<(), Refusal> {
     let bad = |text: String| Err(Refusal::BadRequest(text));
     let name = &request.name;
-    if !(1..=128).contains(&name.len()) || !name.bytes().all(|byte| byte.is_ascii_graphic()) {
+    // Operators pass names to commands, where a dash would begin an option.
+    if !is_valid_name(name) {
         let found = clip(name);
         return bad(format!(
-            "member name {found:?}: expected 1 to 128 visible ASCII characters without spaces"
+            "member name {found:?}: expected 1 to 128 letters, digits, '.', '_' and '-', the first a letter or digit"
         ));
     }
     let metrics_addr = request.metrics_addr.iter().map(|addr| ("metrics_addr", addr));
@@ -206,10 +209,10 @@ pub(crate) fn check_load(
     }
     let names = load.links.iter().map(|links| &links.transport);
     for text in names.chain(notes).chain(&load.device) {
-        if text.len() > MAX_TEXT_BYTES || text.chars().any(char::is_control) {
+        if text.len() > MAX_TEXT_BYTES || text.contains(is_disruptive) {
             let found = clip(text);
             return bad(format!(
-                "load: text {found:?}: expected at most {MAX_TEXT_BYTES} bytes without control characters"
+                "load: text {found:?}: expected at most {MAX_TEXT_BYTES} bytes without characters that control a terminal or the direction of text"
             ));
         }
     }

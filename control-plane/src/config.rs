@@ -82,6 +82,12 @@ impl ServerConfig {
         }
     }
 
+    /// Returns false if every process that reaches the port may do everything: neither tokens nor client certificates are
+    /// checked.
+    pub fn requires_identity(&self) -> bool {
+        self.token.is_some() || self.tokens.is_some() || self.security.for_listener().is_some()
+    }
+
     /// Checks the settings without any I/O.
     pub(crate) fn check(&self) -> Result<BalancedPlanner, ConfigError> {
         if !(MIN_LEASE_TTL..=MAX_LEASE_TTL).contains(&self.lease_ttl) {

@@ -168,6 +168,7 @@ impl Server {
             listen: config.listen.clone(),
             advertise: roles.group().own_url,
             local_addr,
+            requires_identity: config.requires_identity(),
         };
         let following = guarding.access.tokens.clone().map(|tokens| {
             let task = tokens.follow(guarding.metrics.clone(), guarding.audit.clone());
@@ -234,8 +235,8 @@ async fn bind_address(config: &ServerConfig) -> Result<(TcpListener, SocketAddr)
     if let Some(exposure) = config.security.exposure(local_addr) {
         warn!("{exposure}");
     }
-    if config.token.is_none() && config.tokens.is_none() && !local_addr.ip().is_loopback() {
-        warn!(%local_addr, "no token is set: every client that can reach this address is accepted");
+    if !config.requires_identity() && !local_addr.ip().is_loopback() {
+        warn!(%local_addr, "no identity is asked for: every client that can reach this address is accepted");
     }
     Ok((listener, local_addr))
 }

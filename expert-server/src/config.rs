@@ -29,8 +29,8 @@ pub use self::weights::{DEFAULT_READ_LIMIT, WeightsConfig, WeightsFrom};
 pub struct ServerConfig {
     /// Directory of the checkpoint.
     pub model_dir: PathBuf,
-    /// Name of the server, unique in the fleet and stable over restarts: 1 to 128 printable ASCII
-    /// characters without spaces.
+    /// Name of the server, unique in the fleet and stable over restarts: 1 to 128 letters, digits, `.`, `_` and `-`, the
+    /// first a letter or digit.
     pub name: String,
     /// Address to listen on for clients. Port 0 takes a free port.
     pub data_addr: SocketAddr,

@@ -130,7 +130,6 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     refused = [text for text in browser.messages if "401" not in text]
     expect(not refused, f"console: {refused}")
     text = browser.evaluate("document.body.innerText")
-    expect("\u202e" not in text and "3 shm\\u202e" in text, "a member's text turns the page's text around")
     for expected in ("degraded", "deepseek_v3", f"{mock.HOSTILE} holds 5 experts", mock.HOSTILE, "137 of 140", "unreachable: connection refused", "INSECURE: plain text", "INSECURE: server-0: plain text to other hosts", "not used: verbs: no device", "server-1 is draining", f"{mock.HOSTILE} from 10.0.0.9", "forbidden: that needs the role operator"):
         expect(expected in text, f"the page lacks {expected!r}")
     expect(browser.evaluate("document.getElementById('models').hidden"), "a fleet with one model shows an update")
@@ -141,6 +140,8 @@ def small_fleet(browser: Browser, out: pathlib.Path) -> None:
     browser.until(f"({charted}).includes('combine')")
     boxes = "[...document.querySelectorAll('.chart .u-legend')].map((legend) => legend.closest('.chart').getBoundingClientRect().bottom - legend.getBoundingClientRect().bottom)"
     expect(min(browser.evaluate(boxes)) >= 0, f"legends end outside of their charts: {browser.evaluate(boxes)}")
+    raw = browser.evaluate("document.documentElement.textContent")
+    expect("\\u202e)nepo( dekcah\\u2066" in raw and "\u202e" not in raw, "a member turns the direction of text around")
     expect(browser.evaluate("document.title") != "owned", "a member's name ran as HTML")
     expect(browser.evaluate("document.querySelectorAll('main img').length") == 0, "a member's name became an image")
 

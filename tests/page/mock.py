@@ -30,6 +30,8 @@ def phases(nth: int) -> dict[str, int]:
 
 
 HOSTILE = "<img/src=x/onerror=document.title='owned'>"
+# Turns the direction of the text behind it around.
+TURNED = " \u202e)nepo( dekcah\u2066"
 
 
 class Fleet:
@@ -78,8 +80,8 @@ class Fleet:
                     **({"phases": phases(nth)} if nth < num_members - 1 else {}),
                     "num_tokens": sum(entry["num_tokens"] for entry in loads[nth]),
                     "experts": loads[nth],
-                    "links": [{"transport": "shm\u202e" if nth == 1 else "shm" if nth % 2 else "libfabric", "num_links": 3, "left_out": ["verbs: no device"] if nth == 0 else []}],
-                    "device": f"cuda:{nth % 8}",
+                    "links": [{"transport": "shm" if nth % 2 else "libfabric", "num_links": 3, "left_out": ["verbs: no device"] if nth == 0 else []}],
+                    "device": f"cuda:{nth % 8}" + (TURNED if name == HOSTILE else ""),
                 },
                 **({"unreachable": "connection refused"} if nth == 2 else {}),
                 **({"insecure": "plain text to other hosts (--insecure): give --tls DIR"} if nth == 0 else {}),

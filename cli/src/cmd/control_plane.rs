@@ -231,7 +231,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     config.model_fingerprint = args.model_fingerprint;
     config.security = args.tls.listener_security(args.listener_tls)?;
     let scheme = if config.security.for_listener().is_some() { "https" } else { "http" };
-    let without_token = config.token.is_none() && config.tokens.is_none();
+    let requires_identity = config.requires_identity();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
@@ -246,8 +246,8 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             )?;
         } else {
             outln!("control plane on {scheme}://{addr}");
-            if without_token {
-                outln!("no token: every process that can reach this port may change the cluster");
+            if !requires_identity {
+                outln!("no token and no TLS: every process that can reach this port may change the cluster");
             }
         }
         server.run(super::shutdown_signal()?).await?;

@@ -7,8 +7,8 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use clap::builder::NonEmptyStringValueParser;
 use control_api::placement::is_host_port;
+use control_api::trust::tls::is_valid_name;
 use expert_server::device::DeviceOptions;
 use expert_server::{
     DEFAULT_READ_LIMIT, ExpertSelection, ExpertServer, Placement, Secret, ServerConfig,
@@ -27,7 +27,7 @@ pub struct Args {
     #[arg(long, env = "SWITCHYARD_MODEL", value_name = "DIR")]
     model: PathBuf,
     /// Name of the server. It must be unique in the fleet and stay the same over restarts.
-    #[arg(long, env = "SWITCHYARD_NAME", value_parser = NonEmptyStringValueParser::new())]
+    #[arg(long, env = "SWITCHYARD_NAME", value_parser = parse_name)]
     name: String,
     /// Address on which clients connect. Port 0 takes a free port.
     #[arg(
@@ -219,6 +219,16 @@ fn parse_advertise(text: &str) -> Result<String, String> {
         true => format!("expected {form} without a zone, which means nothing on other hosts"),
         false => format!("expected {form}"),
     })
+}
+
+fn parse_name(text: &str) -> Result<String, String> {
+    match is_valid_name(text) {
+        true => Ok(text.to_owned()),
+        false => {
+            Err("expected 1 to 128 letters, digits, '.', '_' and '-', the first a letter or digit"
+                .to_owned())
+        }
+    }
 }
 
 fn parse_zone(text: &str) -> Result<String, String> {

@@ -16,6 +16,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use control_api::trust::tls::is_valid_name;
 use control_api::{
     ClusterStatus, ControlClient, ControlError, DrainRequest, MemberInfo, MemberState,
     PlacementTable,
@@ -29,7 +30,7 @@ use state::{Plan, Step};
 pub struct Args {
     /// Servers to restart, in this order. Default: all, by name.
     servers: Vec<String>,
-    /// Shell command that restarts a server after its drain, such as `kubectl delete pod "$SWITCHYARD_ROLLOUT_SERVER"`.
+    /// Shell command that restarts a server after its drain, such as `kubectl delete pod -- "$SWITCHYARD_ROLLOUT_SERVER"`.
     /// It finds the server's name in SWITCHYARD_ROLLOUT_SERVER and its address in SWITCHYARD_ROLLOUT_ADDR. Without a
     /// command, servers must run with --exit-when-drained under a supervisor that starts them again.
     #[arg(long, env = "SWITCHYARD_ROLLOUT_RESTART", value_name = "COMMAND")]
@@ -108,6 +109,9 @@ impl Rollout {
             Some(file) => Plan::open(file, &members, &args.servers)?,
             None => Plan::new(&members, &args.servers)?,
         };
+        if args.restart.is_some() {
+            check_names(&plan)?;
+        }
         let total = plan.steps.len();
         for idx in 0..total {
             let step = plan.steps[idx].clone();
@@ -305,6 +309,18 @@ impl Drop for Reaped {
 fn is_complete(status: &ClusterStatus) -> bool {
     let is_served = status.model.is_some() && status.members.serving > 0;
     is_served && status.experts_without_replica == 0 && status.experts_under_replicated == 0
+}
+
+/// Refuses names that the operator's command could take for options. Control planes of this version admit none.
+fn check_names(plan: &Plan) -> Result<()> {
+    match plan.steps.iter().find(|step| !is_valid_name(&step.name)) {
+        Some(step) => bail!(
+            "a server has the name {:?}, which a command could take for something else: remove it, or name the servers \
+             to restart",
+            step.name
+        ),
+        None => Ok(()),
+    }
 }
 
 /// Checks that every expert of the server is on another server too.

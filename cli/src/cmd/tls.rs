@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use control_api::Security;
 use control_api::trust::tls::{ClientCertificates, Tls, TlsFiles};
 
@@ -68,9 +68,28 @@ impl TlsArgs {
         self.open(ClientCertificates::Optional)
     }
 
-    /// As [`security`](Self::security), for a process with listeners.
+    /// As [`security`](Self::security), for a process with listeners. An error says that they would be less protected
+    /// than the options ask for.
     pub fn listener_security(&self, listener: ListenerTlsArgs) -> Result<Security> {
-        self.open(listener.rule())
+        let security = self.open(listener.rule())?;
+        if security.for_listener().is_some() {
+            return Ok(security);
+        }
+        // Without a certificate the port would be open in plain text, and no rule for clients would hold.
+        if let Some(dir) = &self.tls {
+            bail!(
+                "--tls {}: a listener needs a certificate there, cert.pem and key.pem: expected a folder that `switchyard \
+                 certs issue` has written",
+                dir.display()
+            );
+        }
+        if matches!(listener.rule(), ClientCertificates::Required) {
+            bail!(
+                "--tls-clients required needs a certificate and an authority: give --tls DIR (SWITCHYARD_TLS) with a folder \
+                 that `switchyard certs issue` has written"
+            );
+        }
+        Ok(security)
     }
 
     fn open(&self, clients: ClientCertificates) -> Result<Security> {

@@ -144,6 +144,9 @@ fn three_commands_make_a_secure_fleet() {
     assert!(line.contains("operator"), "{line}");
     let line = failure(&["status", "--control-plane", &url]);
     assert!(line.contains("--tls DIR") && line.contains("SWITCHYARD_TLS"), "{line}");
+    let authority = format!("{ca}/ca.pem");
+    let line = failure_by_certificate(&["status", "--control-plane", &url, "--tls-ca", &authority]);
+    assert!(line.contains("no client certificate") && line.contains("--tls DIR"), "{line}");
     let line = failure(&["status", "--control-plane", &format!("http://{addr}")]);
     assert!(line.contains("speaks HTTPS only"), "{line}");
 
@@ -256,6 +259,52 @@ fn bad_certificates_are_named_before_anything_starts() {
     assert!(line.contains("switchyard certs init"), "{line}");
     let (ca, key) = (dir.path().join("ca"), dir.path().join("key.pem"));
     assert!(run(&["certs", "init", text(&ca)]).status.success());
+    assert!(
+        run(&[
+            "certs",
+            "issue",
+            text(&ca),
+            "--role",
+            "server",
+            "--name",
+            "a",
+            "--address",
+            "127.0.0.1"
+        ])
+        .status
+        .success()
+    );
+    let [cert, cert_key] = ["cert.pem", "key.pem"].map(|name| ca.join("a").join(name));
+    let (only_cert, required) =
+        (["--tls-cert", text(&cert), "--tls-key", text(&cert_key)], ["--tls-clients", "required"]);
+    let model = tiny();
+    // With the rule that clients need a certificate, nothing listens without it.
+    for listener in [
+        &["control-plane", "--listen", "127.0.0.1:0"][..],
+        &[
+            "expert-server",
+            "--name",
+            "a",
+            "--experts",
+            "all",
+            "--model",
+            &model,
+            "--listen",
+            "127.0.0.1:0",
+        ],
+    ] {
+        for (files, expected) in [
+            (&[][..], "needs a certificate and an authority"),
+            (&["--insecure"], "needs a certificate and an authority"),
+            (&["--tls-ca", text(&ca.join("ca.pem"))], "needs a certificate and an authority"),
+            (&only_cert, "no authority is given"),
+        ] {
+            let line = failure(&[listener, &required, files].concat());
+            assert!(line.contains("--tls-clients required") && line.contains(expected), "{line}");
+        }
+        let line = failure(&[listener, &["--tls", text(&ca)]].concat());
+        assert!(line.contains(text(&ca)) && line.contains("cert.pem"), "{line}");
+    }
     std::fs::copy(ca.join("ca-key.pem"), &key).expect("copy");
     let line =
         failure(&["status", "--control-plane", "https://127.0.0.1:1", "--tls-key", text(&key)]);

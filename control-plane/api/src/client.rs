@@ -336,7 +336,7 @@ impl ControlClient {
         if response.status() != StatusCode::OK {
             let status = response.status();
             let body = self.read_body(base, path, response).await?;
-            return Err(refusal(base, path, status, &body));
+            return Err(self.refusal(base, path, status, &body));
         }
         Ok(WatchStream {
             parser: SseParser::new(self.options.max_response_bytes),
@@ -403,7 +403,7 @@ impl ControlClient {
             .await?;
         let status = response.status();
         let body = self.read_body(base, path, response).await?;
-        if status.is_success() { Ok(body) } else { Err(refusal(base, path, status, &body)) }
+        if status.is_success() { Ok(body) } else { Err(self.refusal(base, path, status, &body)) }
     }
 
     /// Sends a request with the token. Sends it again with the token file's newer token if the first one is refused, and
@@ -431,6 +431,33 @@ impl ControlClient {
             return send(Some(newer)).await;
         }
         Ok(response)
+    }
+
+    fn refusal(&self, base: &Url, path: &str, status: StatusCode, body: &[u8]) -> ControlError {
+        let has_token = self.token.current().is_some();
+        if body.starts_with(HTTPS_ONLY) {
+            let reason = "it speaks HTTPS only: use https:// in the URL, and --tls DIR".to_owned();
+            return ControlError::Tls { url: url(base, path), reason };
+        }
+        let error: ApiError = match serde_json::from_slice(body) {
+            Ok(error) => error,
+            Err(_) => {
+                let text: String = String::from_utf8_lossy(body).chars().take(200).collect();
+                return bad_response(base, path, format!("status {status}, body {text:?}"));
+            }
+        };
+        match status {
+            StatusCode::UNAUTHORIZED => ControlError::Unauthorized {
+                url: url(base, path),
+                message: error.message,
+                has_token,
+            },
+            _ => ControlError::Rejected {
+                status: status.as_u16(),
+                code: error.code,
+                message: error.message,
+            },
+        }
     }
 
     async fn read_body(
@@ -625,30 +652,6 @@ async fn bounded<T>(
 ) -> Result<T, ControlError> {
     let outcome = tokio::time::timeout(bound, exchange).await;
     outcome.unwrap_or_else(|_| Err(timed_out(base, path, bound)))
-}
-
-fn refusal(base: &Url, path: &str, status: StatusCode, body: &[u8]) -> ControlError {
-    if body.starts_with(HTTPS_ONLY) {
-        let reason = "it speaks HTTPS only: use https:// in the URL, and --tls DIR".to_owned();
-        return ControlError::Tls { url: url(base, path), reason };
-    }
-    let error: ApiError = match serde_json::from_slice(body) {
-        Ok(error) => error,
-        Err(_) => {
-            let text: String = String::from_utf8_lossy(body).chars().take(200).collect();
-            return bad_response(base, path, format!("status {status}, body {text:?}"));
-        }
-    };
-    match status {
-        StatusCode::UNAUTHORIZED => {
-            ControlError::Unauthorized { url: url(base, path), message: error.message }
-        }
-        _ => ControlError::Rejected {
-            status: status.as_u16(),
-            code: error.code,
-            message: error.message,
-        },
-    }
 }
 
 fn checked(base: &Url, path: &str, table: PlacementTable) -> Result<PlacementTable, ControlError> {

@@ -112,11 +112,9 @@ pub enum ControlError {
     /// The response was not complete before the client's timeout.
     #[error("control plane {url} did not answer within {timeout_ms} ms")]
     Timeout { url: String, timeout_ms: u64 },
-    /// The control plane refused the token (401).
-    #[error(
-        "control plane {url} refuses the token ({message}): use a token that the control plane knows"
-    )]
-    Unauthorized { url: String, message: String },
+    /// The control plane refused the token, or asked for an identity (401).
+    #[error("control plane {url} {}", unauthorized(message, *has_token))]
+    Unauthorized { url: String, message: String, has_token: bool },
     /// The control plane refused the request for another reason.
     #[error("control plane refuses ({code}): {message}")]
     Rejected { status: u16, code: String, message: String },
@@ -167,6 +165,18 @@ impl ControlError {
             Self::Rejected { status, .. } => *status >= 500 || *status == 408 || *status == 429,
             _ => false,
         }
+    }
+}
+
+fn unauthorized(message: &str, has_token: bool) -> String {
+    match has_token {
+        true => {
+            format!("refuses the token ({message}): use a token that the control plane knows")
+        }
+        false => format!(
+            "asks who this is ({message}): give --token-file FILE (SWITCHYARD_TOKEN_FILE), or --tls DIR with a certificate \
+             of the fleet's authority"
+        ),
     }
 }
 

@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::text::is_disruptive;
 use crate::types::{MemberId, ModelDescriptor};
 
 /// The servers of each expert at one epoch.
@@ -163,8 +164,9 @@ pub fn validate_model(model: &ModelDescriptor) -> Result<(), PlacementError> {
     if !(8..=128).contains(&fingerprint.len()) || !fingerprint.iter().all(is_hex) {
         return Err(PlacementError::Fingerprint { found: clip(&model.fingerprint) });
     }
-    if model.architecture.is_empty() || model.architecture.len() > 128 {
-        return Err(PlacementError::Architecture { length: model.architecture.len() });
+    let architecture = &model.architecture;
+    if !(1..=128).contains(&architecture.len()) || architecture.contains(is_disruptive) {
+        return Err(PlacementError::Architecture { found: clip(architecture) });
     }
     let num_pairs = model.moe_layers.len().saturating_mul(model.num_experts as usize);
     if model.moe_layers.is_empty() || model.num_experts == 0 || model.hidden == 0 {
@@ -202,7 +204,7 @@ pub fn is_host_port(text: &str) -> bool {
         None => {
             let allowed =
                 |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_');
-            !host.is_empty() && host.bytes().all(allowed)
+            !host.is_empty() && !host.starts_with('-') && host.bytes().all(allowed)
         }
     };
     let digits = !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
@@ -258,8 +260,11 @@ pub enum PlacementError {
     DuplicateReplica { layer: u32, expert: u32, server_idx: u32 },
     #[error("model fingerprint {found:?}, expected 8 to 128 lowercase hex digits")]
     Fingerprint { found: String },
-    #[error("architecture name of {length} bytes, expected 1 to 128")]
-    Architecture { length: usize },
+    #[error(
+        "architecture name {found:?}: expected 1 to 128 bytes without characters that control a terminal or the direction \
+         of text"
+    )]
+    Architecture { found: String },
     #[error(
         "a model of {num_layers} MoE layers, {num_experts} experts and hidden size {hidden}: all \
          must be above 0"

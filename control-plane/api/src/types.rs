@@ -183,8 +183,8 @@ impl Assignment {
 /// `POST /v1/members`: registers a member, or registers it again after its lease was lost.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RegisterRequest {
-    /// Name of the member: 1 to 128 printable ASCII characters without spaces. It must be unique in the
-    /// fleet and stay the same over restarts.
+    /// Name of the member: 1 to 128 letters, digits, `.`, `_` and `-`, the first a letter or digit. It must be unique
+    /// in the fleet and stay the same over restarts.
     pub name: String,
     /// `host:port` of the bootstrap listener that clients connect to.
     pub data_addr: String,

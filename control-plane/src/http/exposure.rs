@@ -13,12 +13,21 @@ pub(crate) struct Exposure {
     /// URL at which other control planes reach this one, if there are several.
     pub(crate) advertise: Option<String>,
     pub(crate) local_addr: SocketAddr,
+    /// False if every process that reaches the port may do everything.
+    pub(crate) requires_identity: bool,
 }
 
 impl Exposure {
-    /// Names plain text that other hosts can reach.
+    /// Names plain text that other hosts can reach, and a port that asks them for no identity.
     pub(crate) fn insecure(&self) -> Option<String> {
-        self.security.exposure(self.local_addr)
+        let plain_text = self.security.exposure(self.local_addr)?;
+        Some(match self.requires_identity {
+            true => plain_text,
+            false => format!(
+                "{plain_text}. It asks for no identity, so every process that reaches it may change the fleet: give \
+                 --token-file or --tokens"
+            ),
+        })
     }
 
     /// Each `host:port` by which the settings name this control plane.

@@ -44,25 +44,24 @@ export async function call(method, path, body) {
   if (!response.ok) {
     let detail = {};
     try {
-      detail = JSON.parse(text, revive);
+      detail = JSON.parse(text, readable);
     } catch {
       // A proxy between page and control plane may answer with HTML. The status says enough.
     }
     throw new ApiError(response.status, detail.code ?? "", detail.message ?? `${method} ${path}: HTTP ${response.status}`);
   }
   try {
-    return text ? JSON.parse(text, revive) : null;
+    return text ? JSON.parse(text, readable) : null;
   } catch {
     throw new ApiError(response.status, "bad_response", `${method} ${path}: the answer is not JSON`);
   }
 }
 
-// Characters that are invisible, or that turn the text after them around: controls, marks and overrides of direction.
-const DISRUPTIVE = /[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]/g;
-
-function revive(key, value, context) {
-  // Texts of members and callers are shown as they are, so such characters become visible ones.
-  if (typeof value === "string") return value.replace(DISRUPTIVE, (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`);
-  // Incarnations are 64-bit numbers, which JavaScript would round. Only their text is needed.
+// Incarnations are 64-bit numbers, which JavaScript would round. Only their text is needed. Control characters and those
+// that change the direction of text are shown by their numbers: texts come from members and callers.
+function readable(key, value, context) {
+  if (typeof value === "string") return value.replace(DISRUPTIVE, (char) => `\\u${char.charCodeAt(0).toString(16).padStart(4, "0")}`);
   return key === "incarnation" && context?.source ? context.source : value;
 }
+
+const DISRUPTIVE = /[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]/g;

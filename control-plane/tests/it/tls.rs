@@ -150,11 +150,16 @@ async fn secrets_and_ports_stay_off_the_network_without_tls() {
     let err = switchyard_control_plane::Server::bind(open.clone()).await.unwrap_err().to_string();
     assert!(err.contains("--tls DIR") && err.contains("--insecure"), "{err}");
     open.security.insecure = true;
-    let plane = Plane::start(open).await;
-    let url = format!("http://127.0.0.1:{}", plane.addr.port());
-    let status = ControlClient::new(&url, Some(TOKEN.to_owned())).unwrap().status().await.unwrap();
-    assert!(status.insecure.is_some_and(|text| text.starts_with("INSECURE: 0.0.0.0")), "named");
-    plane.stop().await;
+    for has_token in [true, false] {
+        open.token = has_token.then(|| TOKEN.to_owned());
+        let plane = Plane::start(open.clone()).await;
+        let url = format!("http://127.0.0.1:{}", plane.addr.port());
+        let client = ControlClient::new(&url, open.token.clone()).unwrap();
+        let text = client.status().await.unwrap().insecure.expect("named");
+        assert!(text.starts_with("INSECURE: 0.0.0.0"), "{text}");
+        assert_eq!(text.contains("no identity"), !has_token, "{text}");
+        plane.stop().await;
+    }
 }
 
 #[tokio::test]

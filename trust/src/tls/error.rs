@@ -50,6 +50,12 @@ pub enum TlsError {
     /// The cryptography refuses the files.
     #[error("TLS cannot use {} ({reason})", .file.display())]
     Refused { file: PathBuf, reason: String },
+    /// Clients must show certificates that nothing can check.
+    #[error(
+        "client certificates are required (--tls-clients required), and no authority is given to check them: give --tls-ca \
+         FILE, or --tls DIR with a ca.pem"
+    )]
+    NoAuthority,
     /// No thread could be started to follow the files.
     #[error("cannot start a thread that follows the TLS files: {0}")]
     Thread(#[source] io::Error),

@@ -81,7 +81,13 @@ impl State {
                     }
                 })?;
             let pair = Arc::new(pair);
-            client_verifier = self::client_verifier(roots, clients).map_err(refused)?;
+            client_verifier = match (roots, clients) {
+                (None, ClientCertificates::Optional) => None,
+                (None, ClientCertificates::Required) => return Err(TlsError::NoAuthority),
+                (Some(roots), clients) => {
+                    Some(self::client_verifier(roots, clients).map_err(refused)?)
+                }
+            };
             let verifier = client_verifier.clone();
             server = Some(server_config(Arc::clone(&pair), verifier, clock).map_err(refused)?);
             certified = Some(pair);
@@ -90,27 +96,17 @@ impl State {
     }
 }
 
-/// The check of the certificates of clients. `None` if clients are not asked for one.
+/// The check of the certificates of clients.
 fn client_verifier(
-    roots: Option<Arc<RootCertStore>>,
+    roots: Arc<RootCertStore>,
     clients: ClientCertificates,
-) -> Result<Option<Arc<dyn ClientCertVerifier>>, String> {
-    match (roots, clients) {
-        (None, ClientCertificates::Optional) => Ok(None),
-        (None, ClientCertificates::Required) => {
-            Err("client certificates are required, and no authority is given to check \
-                 them: give --tls-ca"
-                .to_owned())
-        }
-        (Some(roots), clients) => {
-            let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider());
-            let verifier = match clients {
-                ClientCertificates::Optional => verifier.allow_unauthenticated(),
-                ClientCertificates::Required => verifier,
-            };
-            verifier.build().map(Some).map_err(|error| error.to_string())
-        }
-    }
+) -> Result<Arc<dyn ClientCertVerifier>, String> {
+    let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider());
+    let verifier = match clients {
+        ClientCertificates::Optional => verifier.allow_unauthenticated(),
+        ClientCertificates::Required => verifier,
+    };
+    verifier.build().map_err(|error| error.to_string())
 }
 
 fn server_config(

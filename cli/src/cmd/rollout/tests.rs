@@ -184,3 +184,13 @@ async fn a_server_whose_experts_have_no_other_replica_is_not_drained() {
     fleet.rollout(30).run(&args).await.unwrap();
     assert_eq!(fleet.drained(), ["server-0", "server-1"]);
 }
+
+#[test]
+fn a_name_that_a_command_takes_for_an_option_ends_the_rollout() {
+    let step = |name: &str| Step { name: name.to_owned(), incarnation: 1, is_done: false };
+    let mut plan = Plan::default();
+    plan.steps.push(step("server-1"));
+    check_names(&plan).unwrap();
+    plan.steps.push(step("--all"));
+    assert!(check_names(&plan).unwrap_err().to_string().contains("\"--all\""));
+}

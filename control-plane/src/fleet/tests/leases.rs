@@ -139,7 +139,9 @@ fn oversized_and_dirty_load_reports_are_refused() {
     let expert = ExpertLoad { layer: 0, expert: 0, num_tokens: 1 };
     let many = LoadReport { experts: vec![expert; 25], ..LoadReport::default() };
     let device = LoadReport { device: Some("\u{1b}[2J".to_owned()), ..LoadReport::default() };
-    for load in [many, links("shm", 33), links("a\nb", 1), links(&"x".repeat(600), 1), device] {
+    let turned = links("\u{202e}mhs", 1);
+    let others = [links("shm", 33), links("a\nb", 1), links(&"x".repeat(600), 1)];
+    for load in [many, device, turned].into_iter().chain(others) {
         let request = LeaseRequest { incarnation: 1, assignment_version: 0, load: Some(load) };
         let err = world.fleet.renew(&member.member_id, request, world.now).unwrap_err();
         assert!(

@@ -1,5 +1,7 @@
 //! Names and models of members that register.
 
+use control_api::text::is_disruptive;
+
 use super::*;
 
 #[test]
@@ -26,6 +28,33 @@ fn another_model_is_refused_with_both_fingerprints() {
     let text = world.fleet.register(World::request("a", 1), world.now).unwrap_err().to_string();
     assert!(text.contains("deadbeefdeadbeef") && text.contains("00aabbccddeeff11"), "{text}");
     world.fleet.register(other, world.now).unwrap();
+}
+
+/// Operators pass names and addresses to commands.
+#[test]
+fn texts_that_could_be_options_or_control_a_terminal_are_refused() {
+    let mut world = World::new();
+    for name in
+        ["--all", "-oProxyCommand=x", "", "a b", "a/b", "a;b", "a\u{202e}b", &"x".repeat(129)]
+    {
+        let request = RegisterRequest { name: name.to_owned(), ..World::request("a", 1) };
+        let text = world.fleet.register(request, world.now).unwrap_err().to_string();
+        assert!(text.contains("member name"), "{name:?}: {text}");
+    }
+    let mut request = World::request("a", 1);
+    request.data_addr = "-oProxyCommand:1".to_owned();
+    let text = world.fleet.register(request, world.now).unwrap_err().to_string();
+    assert!(text.contains("data_addr"), "{text}");
+    for architecture in ["", "a\u{1b}[2J", "a\u{202e}b", &"x".repeat(129)] {
+        let mut request = World::request("a", 1);
+        request.model.architecture = architecture.to_owned();
+        let text = world.fleet.register(request, world.now).unwrap_err().to_string();
+        assert!(text.contains("architecture name"), "{text}");
+        assert!(!text.contains(is_disruptive), "{text:?}");
+    }
+    for name in ["gpu-1.rack_2", "0", &"x".repeat(128)] {
+        world.fleet.register(World::request(name, 1), world.now).unwrap();
+    }
 }
 
 #[test]
