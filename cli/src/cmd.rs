@@ -436,6 +436,21 @@ pub fn shutdown_signal() -> Result<impl Future<Output = ()> + Send + 'static> {
     })
 }
 
+/// Parses a whole fingerprint of a model. Tables show its first digits only, which servers do not have.
+pub fn fingerprint(text: &str) -> Result<String, String> {
+    let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    if text.len() == FINGERPRINT_DIGITS && text.bytes().all(is_digit) {
+        return Ok(text.to_owned());
+    }
+    Err(format!(
+        "found {} characters, expected {FINGERPRINT_DIGITS} lowercase hex digits, as `switchyard inspect MODEL --verify \
+         sampled` prints them; tables show the first ones only",
+        text.chars().count()
+    ))
+}
+
+const FINGERPRINT_DIGITS: usize = 64;
+
 /// Options of a client.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ClientArgs {

@@ -62,7 +62,7 @@ enum Command {
     /// Show the fleet live in the terminal: health, load and servers.
     Top(cmd::top::Args),
     /// Take an expert server out of the placement. It keeps running, and `resume` returns it.
-    Drain(cmd::drain::Args),
+    Drain(cmd::drain::DrainArgs),
     /// Return a drained expert server to the placement.
     Resume(cmd::drain::Args),
     /// Restart the servers of a fleet one after the other, without a failed call.
@@ -166,8 +166,8 @@ fn start(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Layer(args) => cmd::layer::run(global, args),
         Command::Status(args) => cmd::status::run(global, args),
         Command::Top(args) => cmd::top::run(global, args),
-        Command::Drain(args) => cmd::drain::run(global, args, cmd::drain::Action::Drain),
-        Command::Resume(args) => cmd::drain::run(global, args, cmd::drain::Action::Resume),
+        Command::Drain(args) => cmd::drain::drain(global, args),
+        Command::Resume(args) => cmd::drain::resume(global, args),
         Command::Rollout(args) => cmd::rollout::run(global, args),
         Command::Model(args) => cmd::model::run(global, args),
         Command::Scale(args) => cmd::scale::run(global, args),

@@ -90,8 +90,13 @@ pub struct Args {
     data_dir: Option<PathBuf>,
     #[command(flatten)]
     etcd: EtcdArgs,
-    /// Fingerprint of the only model to accept. Default: the model of the first server that registers.
-    #[arg(long, env = "SWITCHYARD_MODEL_FINGERPRINT", value_name = "HEX")]
+    /// Fingerprint of the only model to accept, 64 hex digits. Default: the model of the first server that registers.
+    #[arg(
+        long,
+        env = "SWITCHYARD_MODEL_FINGERPRINT",
+        value_name = "HEX",
+        value_parser = super::fingerprint
+    )]
     model_fingerprint: Option<String>,
     #[command(flatten)]
     tls: super::tls::TlsArgs,

@@ -24,7 +24,8 @@ enum Action {
     },
     /// Accept servers of another model beside the current one.
     Add {
-        /// Fingerprint of the model, as `inspect --verify sampled` prints it.
+        /// Fingerprint of the model, as `inspect --verify sampled` prints it: 64 hex digits.
+        #[arg(value_parser = super::fingerprint)]
         fingerprint: String,
         #[command(flatten)]
         control: super::ControlArgs,

@@ -172,8 +172,12 @@ struct CheckRow {
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
-    let (name, workload) = workload(&args)?;
+    let (name, hidden, workload) = workload(&args)?;
     let hardware = hardware_of(&args)?;
+    let differences = other_shapes(&args, hidden, &workload)?;
+    for difference in &differences {
+        ui::write_err(format_args!("warning: {difference}\n"));
+    }
     let trace = match &args.trace {
         Some(path) => Trace::read(path)?,
         None => {
@@ -197,6 +201,7 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     };
     let mut sizes = Sizes::new(&workload, &servers)?;
     let mut report = plan(&args, name, &workload, &servers, &mut sizes, &trace)?;
+    report.assumptions.extend(differences);
     if args.simulate {
         let settings = simulate::Settings {
             target_share: args.target_share,
@@ -227,7 +232,8 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn workload(args: &Args) -> Result<(String, Workload)> {
+/// The model's name, the width of its hidden states, and what it asks of servers.
+fn workload(args: &Args) -> Result<(String, usize, Workload)> {
     let (name, config, expert_bytes) = match (&args.model, args.preset) {
         (Some(path), _) if path.is_dir() => {
             let checkpoint = Checkpoint::open(path)
@@ -260,7 +266,7 @@ fn workload(args: &Args) -> Result<(String, Workload)> {
         batch: args.batch,
         seed: args.seed,
     };
-    Ok((name, workload))
+    Ok((name, config.hidden, workload))
 }
 
 /// Bytes of three matrices in the declared format, with scales left out.
@@ -305,6 +311,28 @@ fn read_bench(path: &Path) -> Result<BenchReport> {
     let text =
         std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     BenchReport::parse(&text).with_context(|| path.display().to_string())
+}
+
+/// Reports of `--bench` whose model is not of the planned shape: their times say little about it.
+fn other_shapes(args: &Args, hidden: usize, workload: &Workload) -> Result<Vec<String>> {
+    let mut differences = Vec::new();
+    for path in &args.bench {
+        let report = read_bench(path)?;
+        let found = (report.hidden, report.num_experts, report.top_k as u32);
+        if found != (hidden, workload.num_experts, workload.top_k) {
+            differences.push(format!(
+                "{} measured top-{} of {} experts, hidden {}; the planned model has top-{} of {}, hidden {hidden}: \
+                 its servers take other times",
+                path.display(),
+                found.2,
+                found.1,
+                found.0,
+                workload.top_k,
+                workload.num_experts
+            ));
+        }
+    }
+    Ok(differences)
 }
 
 fn plan(

@@ -325,20 +325,11 @@ fn check_names(plan: &Plan) -> Result<()> {
 
 /// Checks that every expert of the server is on another server too.
 fn check_replicas(name: &str, table: &PlacementTable) -> Result<()> {
-    let Some(rank) = table.servers.iter().position(|server| server.name == name) else {
-        return Ok(());
-    };
-    for layer in &table.layers {
-        let alone = layer.replicas.iter().position(|replicas| replicas[..] == [rank as u32]);
-        if let Some(expert) = alone {
-            bail!(
-                "expert {expert} of layer {} is on {name} alone, so calls would fail while it restarts: use 2 or more \
-                 replicas, or --force",
-                layer.layer
-            );
-        }
-    }
-    Ok(())
+    let Some((layer, expert)) = super::drain::sole_expert(name, table) else { return Ok(()) };
+    bail!(
+        "expert {expert} of layer {layer} is on {name} alone, so calls would fail while it restarts: use 2 or more \
+         replicas, or --force"
+    )
 }
 
 const POLL: Duration = Duration::from_millis(100);

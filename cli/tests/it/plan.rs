@@ -35,6 +35,35 @@ fn a_day_is_planned_from_a_file() {
 }
 
 #[test]
+fn a_report_of_a_model_of_another_shape_is_named() {
+    let report = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../bench/runs/2026-11-20-amd-epyc-2core/moe-qwen3-30b-a3b.json"
+    );
+    for (preset, differs) in [("deepseek-v3", true), ("qwen3-30b-a3b", false)] {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_switchyard"))
+            .args([
+                "--json",
+                "plan",
+                "--preset",
+                preset,
+                "--bench",
+                report,
+                "--server-memory-gb",
+                "400",
+            ])
+            .output()
+            .expect("start");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{text}");
+        let sentence = "measured top-8 of 128 experts, hidden 2048";
+        assert_eq!(text.starts_with("warning: ") && text.contains(sentence), differs, "{text}");
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("a report");
+        assert_eq!(report["assumptions"].to_string().contains(sentence), differs, "{report}");
+    }
+}
+
+#[test]
 fn wrong_input_is_named() {
     let dir = tempfile::tempdir().expect("folder");
     let file = |name: &str, text: &str| {

@@ -126,6 +126,19 @@ fn refused(cluster: &LocalCluster, args: &[&str], word: &str) {
     assert!(text.contains(word) && text.trim_end().lines().count() == 1, "{args:?}: {text}");
 }
 
+#[test]
+fn the_last_replica_of_an_expert_is_drained_by_force_only() {
+    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../data/tiny-moe");
+    let mut options = ClusterOptions::new(std::path::Path::new(dir)).expect("options");
+    options.binary = env!("CARGO_BIN_EXE_switchyard").into();
+    (options.num_servers, options.replicas, options.threads) = (1, 1, Some(1));
+    let cluster = LocalCluster::start(options, &mut |_| {}).expect("cluster");
+    refused(&cluster, &["drain", "server-0"], "expert 0 of layer 0 is on server-0 alone");
+    assert!(done(&cluster, &["drain", "server-0", "--force"]).contains("server-0 is draining"));
+    // It is drained already.
+    done(&cluster, &["drain", "server-0"]);
+}
+
 struct Watcher {
     runtime: tokio::runtime::Runtime,
     control: ControlClient,
@@ -188,7 +201,12 @@ fn clients_call_without_a_failure_while_the_model_is_updated() {
         progress(&old_rounds);
         refused(&cluster, &["model", "switch"], "no next model");
         done(&cluster, &["model", "add", &new.fingerprint]);
-        refused(&cluster, &["model", "add", "0123456789abcdef"], "at most two models");
+        refused(&cluster, &["model", "add", &"0123456789abcdef".repeat(4)], "at most two models");
+        // No server has the digits of a table as its fingerprint.
+        let output = switchyard(&cluster, &["model", "add", &new.fingerprint[..12]]);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{text}");
+        assert!(text.contains("found 12 characters, expected 64"), "{text}");
         refused(&cluster, &["model", "switch"], "no server of the next model");
 
         // One server is new, and one restarts under its name with the new model.

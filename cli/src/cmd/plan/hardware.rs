@@ -25,6 +25,7 @@ impl CostModel {
 /// A report of `switchyard --json bench moe`, as far as a plan needs it.
 #[derive(Debug, Clone, Deserialize)]
 pub struct BenchReport {
+    pub hidden: usize,
     pub top_k: usize,
     pub num_experts: u32,
     pub servers: usize,
@@ -198,7 +199,8 @@ mod tests {
     use super::*;
 
     fn report(model: CostModel, servers: usize, tokens: &[usize]) -> BenchReport {
-        let mut report = BenchReport { top_k: 8, num_experts: 128, servers, rows: Vec::new() };
+        let mut report =
+            BenchReport { hidden: 2048, top_k: 8, num_experts: 128, servers, rows: Vec::new() };
         for &tokens in tokens {
             let experts_p50 = 128.0 * (1.0 - (1.0f64 - 8.0 / 128.0).powi(tokens as i32));
             let mut row =
