@@ -42,6 +42,7 @@ GOOD = {
     "a certificate for each role, and a file of the audit log": {
         **BASE,
         "tls": {"controlPlaneSecret": "control-tls", "expertServersSecret": "server-tls"},
+        "podMonitor": {"enabled": True},
         "controlPlane": {"auditLog": "audit.jsonl"},
     },
     "a certificate of the control plane alone": {
@@ -371,6 +372,19 @@ def selects(selector: dict, labels: dict) -> bool:
     return all(labels.get(key) == value for key, value in selector.items())
 
 
+def check_monitors(name: str, values: dict, objects: list[dict]) -> None:
+    """Prometheus asks each kind of pods over TLS with the authority of their own certificate."""
+    for role, component in [("controlPlane", "control-plane"), ("expertServers", "expert-server")]:
+        secret = values["tls"].get(f"{role}Secret") or values["tls"].get("existingSecret")
+        monitors = [item for item in objects if item["kind"] == "PodMonitor"]
+        for monitor in (item for item in monitors if item["metadata"]["name"].endswith(component)):
+            [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+            ca = endpoint.get("tlsConfig", {}).get("ca")
+            expected = {"secret": {"name": secret, "key": "ca.crt"}} if secret else None
+            if ca != expected or (endpoint.get("scheme") == "https") != (secret is not None):
+                fail(f"{name}: Prometheus asks {component} with {endpoint}, expected the authority {expected}")
+
+
 def check_references(name: str, objects: list[dict], known_variables: set[str]) -> None:
     """Every selector finds exactly one kind of pods, every named port exists, every variable is a setting."""
     pods = pods_of(objects)
@@ -484,6 +498,7 @@ def main() -> None:
             check_references(name, objects, known_variables)
             check_discovery(name, values, objects)
             check_store(name, values, objects)
+            check_monitors(name, values, objects)
             check_security(name, values, objects)
             num_objects += len(objects)
         check_names(chart)
