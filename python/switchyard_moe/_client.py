@@ -217,8 +217,10 @@ def _standard_endpoint() -> str | None:
     """The standard variable's collector. The variable may be meant for other programs: a wrong value is a warning."""
     variable = "OTEL_EXPORTER_OTLP_ENDPOINT"
     endpoint = os.environ.get(variable)
-    if endpoint and not endpoint.startswith(("http://", "https://")):
-        text = f"{variable} is {endpoint!r} and not used: expected a URL such as http://127.0.0.1:4318"
+    if endpoint and ("@" in endpoint or not endpoint.startswith(("http://", "https://"))):
+        # A user name and a password stay out of the message.
+        shown = endpoint.rpartition("@")[2]
+        text = f"{variable} is {shown!r} and not used: expected a URL such as http://127.0.0.1:4318"
         warnings.warn(text, RuntimeWarning, stacklevel=3)
         return None
     return endpoint

@@ -36,7 +36,7 @@ pub enum TraceError {
     /// See [`TraceConfig::endpoint`].
     #[error("collector {endpoint:?}: {reason}; expected a URL such as http://127.0.0.1:4318")]
     Endpoint {
-        /// The URL.
+        /// The URL, without user name and password.
         endpoint: String,
         /// Why it cannot be used.
         reason: String,
@@ -160,9 +160,17 @@ impl Export {
 }
 
 fn exporter(config: &TraceConfig) -> Result<SpanExporter, TraceError> {
-    let bad = |reason: String| TraceError::Endpoint { endpoint: config.endpoint.clone(), reason };
+    // A user name and a password stay out of the message.
+    let shown = config.endpoint.rsplit('@').next().unwrap_or_default();
+    let bad = |reason: String| TraceError::Endpoint { endpoint: shown.to_owned(), reason };
     if !["http://", "https://"].iter().any(|scheme| config.endpoint.starts_with(scheme)) {
         return Err(bad("it does not begin with http:// or https://".to_owned()));
+    }
+    // The HTTP client would log them, and not send them.
+    if config.endpoint.contains('@') {
+        let reason =
+            "user name or password inside: pass them by the variable OTEL_EXPORTER_OTLP_HEADERS";
+        return Err(bad(reason.to_owned()));
     }
     let url = match config.endpoint.trim_end_matches('/') {
         url if url.ends_with(TRACES_PATH) => url.to_owned(),

@@ -1,4 +1,7 @@
-//! Secrets show up nowhere: not in logs at the level trace, arguments, metrics, answers, errors or the audit log.
+//! Secrets show up nowhere: not in logs at the level trace, arguments, metrics, answers, errors, traces or the audit log.
+
+mod etcd;
+mod taps;
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -19,6 +22,12 @@ struct Fleet {
 }
 
 impl Fleet {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().expect("folder");
+        std::fs::create_dir_all(dir.path().join("given")).expect("folder");
+        Self { dir, processes: Vec::new(), arguments: String::new() }
+    }
+
     fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
@@ -38,7 +47,17 @@ impl Fleet {
 
     /// Starts a process, and waits for its event `event`.
     fn start(&mut self, args: &[&str], name: &str, event: &str) -> serde_json::Value {
-        let child = self.command(args, name).spawn().expect("start");
+        self.start_with(args, &[], name, event)
+    }
+
+    fn start_with(
+        &mut self,
+        args: &[&str],
+        env: &[(&str, &str)],
+        name: &str,
+        event: &str,
+    ) -> serde_json::Value {
+        let child = self.command(args, name).envs(env.iter().copied()).spawn().expect("start");
         let cmdline = std::fs::read(format!("/proc/{}/cmdline", child.id())).expect("arguments");
         self.arguments.push_str(&String::from_utf8_lossy(&cmdline));
         self.processes.push(child);
@@ -69,7 +88,6 @@ impl Fleet {
             Command::new(env!("CARGO_BIN_EXE_switchyard")).args(args).output().expect("run");
         assert!(output.status.success(), "{output:?}");
         let token = String::from_utf8(output.stdout).expect("text").trim().to_owned();
-        std::fs::create_dir_all(self.path("given")).expect("folder");
         std::fs::write(self.path("given").join(role), format!("{token}\n")).expect("token");
         token
     }
@@ -106,8 +124,7 @@ fn ask(addr: &str, method: &str, path: &str, headers: &str, body: &str) -> Strin
 
 #[test]
 fn secrets_show_up_nowhere() {
-    let dir = tempfile::tempdir().expect("folder");
-    let mut fleet = Fleet { dir, processes: Vec::new(), arguments: String::new() };
+    let mut fleet = Fleet::new();
     let [server, client, operator] =
         ["server", "client", "operator"].map(|role| fleet.new_token(role));
     let cluster_token = format!("cluster{:032x}", rand::random::<u128>());
@@ -149,7 +166,16 @@ fn secrets_show_up_nowhere() {
         "--token-file",
         &server_file,
     ];
-    fleet.start(&place, "server", "serving");
+    // All layers are traced. The collector asks for a secret, too.
+    let taps::Collector { url: collector, heads, bodies: traces } = taps::Collector::start();
+    let of_collector = format!("collector{:032x}", rand::random::<u128>());
+    let headers = format!("authorization=Bearer {of_collector}");
+    let traced = [
+        ("SWITCHYARD_OTLP_ENDPOINT", collector.as_str()),
+        ("SWITCHYARD_TRACE_SAMPLE_RATIO", "1"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", headers.as_str()),
+    ];
+    fleet.start_with(&place, &traced, "server", "serving");
 
     // A client by file, one by variable, one with a wrong token, and one whose role does not do.
     let generate = [
@@ -164,8 +190,22 @@ fn secrets_show_up_nowhere() {
         &url,
     ];
     let by_file = [&generate[..], &["--token-file", &client_file]].concat();
-    assert!(fleet.run(&by_file, &[], "by-file"));
-    assert!(fleet.run(&generate, &[("SWITCHYARD_TOKEN", &client)], "by-variable"));
+    assert!(fleet.run(&by_file, &traced, "by-file"));
+    let with_token = [&traced[..], &[("SWITCHYARD_TOKEN", &client)]].concat();
+    assert!(fleet.run(&generate, &with_token, "by-variable"));
+    // Collectors that do not answer or cannot be used, and URLs with a password.
+    for (name, url) in [
+        ("no-collector", "http://127.0.0.1:1".to_owned()),
+        ("password-of-collector", format!("http://u:{wrong}@127.0.0.1:1")),
+        ("malformed-collector", format!("u:{wrong}@127.0.0.1:1")),
+    ] {
+        let lost = [&with_token[..], &[("SWITCHYARD_OTLP_ENDPOINT", &url)]].concat();
+        assert_eq!(fleet.run(&generate, &lost, name), name == "no-collector");
+    }
+    for scheme in ["http", "dns"] {
+        let inside = format!("{scheme}://u:{wrong}@127.0.0.1:1");
+        assert!(!fleet.run(&["status", "--control-plane", &inside], &[], &format!("{scheme}-url")));
+    }
     assert!(!fleet.run(&generate, &[("SWITCHYARD_TOKEN", &wrong)], "wrong"));
     let drain = ["drain", "a", "--control-plane", &url];
     assert!(!fleet.run(&drain, &[("SWITCHYARD_TOKEN", &client)], "forbidden"));
@@ -232,11 +272,23 @@ fn secrets_show_up_nowhere() {
     assert!(answers.contains("token file") && answers.contains("wrong_file"), "{answers}");
     std::fs::write(&tokens, &good).expect("tokens");
 
+    let begin = Instant::now();
+    while !["layer", "frame", "compute"].iter().all(|span| traces.text().contains(span)) {
+        assert!(begin.elapsed() < LIMIT, "spans of client and server: {:?}", traces.text());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+
+    assert!(heads.text().contains(&of_collector), "the collector has no secret: {}", heads.text());
+
     // The logs hold all that was written so far.
     let mut searched = fleet.written();
     searched.push(("answers".to_owned(), answers));
+    searched.push(("traces".to_owned(), traces.text()));
+    let lost = std::fs::read_to_string(fleet.path("no-collector.err")).expect("log");
+    assert!(lost.contains("cannot export spans"), "{lost}");
     assert!(searched.iter().any(|(name, text)| name.ends_with("audit") && text.contains("drain")));
     // A part of a secret is as bad.
+    let secrets = [&server, &client, &operator, &cluster_token, &wrong, &of_collector];
     expect_absent(&searched, secrets.map(|secret| &secret[secret.len() - 16..]));
 }
 
@@ -244,10 +296,8 @@ fn secrets_show_up_nowhere() {
 #[test]
 fn keys_tickets_and_proofs_show_up_nowhere() {
     for tickets in ["required", "off"] {
-        let dir = tempfile::tempdir().expect("folder");
-        let mut fleet = Fleet { dir, processes: Vec::new(), arguments: String::new() };
+        let mut fleet = Fleet::new();
         let token = format!("cluster{:032x}", rand::random::<u128>());
-        std::fs::create_dir_all(fleet.path("given")).expect("folder");
         let ca = fleet.path("given").join("ca");
         let (ca, token_file) = (text(&ca).to_owned(), fleet.path("given").join("token"));
         std::fs::write(&token_file, format!("{token}\n")).expect("token");

@@ -20,7 +20,7 @@ use trust::tls::{Security, Side, explain, is_loopback_host};
 
 use crate::access::{AuditList, WhoAmI};
 use crate::discovery::{ControlPlanes, Snapshot, Target, text_of};
-use crate::error::{ApiError, ConfigError, ControlError, causes};
+use crate::error::{ApiError, CREDENTIALS_INSIDE, ConfigError, ControlError, causes};
 use crate::placement::PlacementTable;
 use crate::sse::SseParser;
 use crate::status::ClusterStatus;
@@ -708,7 +708,7 @@ fn parse_base_url(text: &str) -> Result<Url, ConfigError> {
         return Err(fail("no host"));
     }
     if !url.username().is_empty() || url.password().is_some() {
-        return Err(fail("user name or password inside: pass a token instead"));
+        return Err(fail(CREDENTIALS_INSIDE));
     }
     if url.query().is_some() || url.fragment().is_some() {
         return Err(fail("query or fragment inside"));

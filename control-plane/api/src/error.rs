@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::placement::PlacementError;
+use crate::text::without_credentials;
 
 /// Body of every error response.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -70,7 +71,10 @@ pub mod code {
 #[allow(missing_docs, reason = "the messages name every field")]
 pub enum ConfigError {
     /// The URL is malformed or unsupported.
-    #[error("control plane URL {url:?} is malformed ({reason}): expected {EXPECTED_URLS}")]
+    #[error(
+        "control plane URL {:?} is malformed ({reason}): expected {EXPECTED_URLS}",
+        without_credentials(url)
+    )]
     Url { url: String, reason: String },
     /// The URL needs certificates.
     #[error(
@@ -198,4 +202,6 @@ pub(crate) fn causes(err: &dyn std::error::Error) -> String {
     texts.join(": ")
 }
 
+/// Reason against a URL.
+pub(crate) const CREDENTIALS_INSIDE: &str = "user name or password inside: pass a token instead";
 const EXPECTED_URLS: &str = "http://HOST:PORT, dns://HOST:PORT or k8s://NAMESPACE/SERVICE[:PORT]";

@@ -1,4 +1,4 @@
-//! Text of other processes that people read in a terminal.
+//! Text of other processes, and of settings, that people read in a terminal.
 
 use std::borrow::Cow;
 use std::fmt::Write;
@@ -31,9 +31,31 @@ pub fn escaped<'a>(text: &'a str, kept: &[char]) -> Cow<'a, str> {
     Cow::Owned(shown)
 }
 
+/// A URL or a list of URLs for a message: with `…` in place of user names and passwords.
+pub fn without_credentials(url: &str) -> Cow<'_, str> {
+    let Some(at) = url.rfind('@') else { return Cow::Borrowed(url) };
+    let start = url[..at].find("://").map_or(0, |scheme| scheme + "://".len());
+    Cow::Owned(format!("{}…{}", &url[..start], &url[at..]))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_shown_url_has_no_password() {
+        for (url, shown) in [
+            ("http://h:1/a", "http://h:1/a"),
+            ("http://u:p@h:1", "http://…@h:1"),
+            ("dns://p@:p@h:1", "dns://…@h:1"),
+            ("http://a:1,http://u:p@h", "http://…@h"),
+            ("u:p@h", "…@h"),
+            ("p@http://h", "…@http://h"),
+            ("", ""),
+        ] {
+            assert_eq!(without_credentials(url), shown);
+        }
+    }
 
     #[test]
     fn disruptive_characters_are_escaped_and_json_keeps_its_meaning() {

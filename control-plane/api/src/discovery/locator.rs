@@ -4,7 +4,7 @@ use std::fmt;
 
 use reqwest::Url;
 
-use crate::error::ConfigError;
+use crate::error::{CREDENTIALS_INSIDE, ConfigError};
 
 /// One or several control planes, as a setting names them.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,7 +45,10 @@ impl Locator {
         text: &str,
         parse_url: impl Fn(&str) -> Result<Url, ConfigError>,
     ) -> Result<Self, ConfigError> {
-        let parsed = if let Some(rest) = text.strip_prefix("dns://") {
+        let has_scheme = ["dns://", "k8s://"].iter().any(|scheme| text.starts_with(scheme));
+        let parsed = if has_scheme && text.contains('@') {
+            Err(CREDENTIALS_INSIDE.to_owned())
+        } else if let Some(rest) = text.strip_prefix("dns://") {
             parse_dns(rest.trim_end_matches('/'))
         } else if let Some(rest) = text.strip_prefix("k8s://") {
             parse_service(rest)

@@ -49,7 +49,7 @@ fn locators_that_cannot_work_are_named() {
         ("dns://h:http", "port \"http\""),
         ("dns://:1", "no host"),
         ("dns://a b:1", "host \"a b\""),
-        ("dns://u@h:1", "host \"u@h\""),
+        ("dns://u@h:1", "user name or password inside: pass a token instead"),
         ("dns://h/path:1", "host \"h/path\""),
         ("dns://[::1]", "no port"),
         ("dns://[::g]:1", "host \"[::g]\""),

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use control_api::text::without_credentials;
 use reqwest::Url;
 use reqwest::header::AUTHORIZATION;
 use serde::de::DeserializeOwned;
@@ -40,7 +41,8 @@ impl std::fmt::Debug for EtcdCredentials {
 pub enum EtcdError {
     /// The URL of an endpoint is malformed.
     #[error(
-        "etcd endpoint {url:?} is malformed ({reason}): expected https://HOST:PORT or http://HOST:PORT"
+        "etcd endpoint {:?} is malformed ({reason}): expected https://HOST:PORT or http://HOST:PORT",
+        without_credentials(url)
     )]
     Endpoint { url: String, reason: String },
     /// No endpoint accepts a connection.
