@@ -1,13 +1,14 @@
 //! Attacks on a real listener behind the gate, while a client that has tickets comes and goes.
 
+#[path = "../../tests/it/attackers.rs"]
+mod attackers;
 #[allow(dead_code, reason = "other tests use more of it")]
 #[path = "../../../p2p-core/tests/bootstrap/stand_in.rs"]
 mod stand_in;
 
-use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Mutex as StdMutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use control_api::TicketKey;
@@ -26,10 +27,11 @@ use rand::seq::SliceRandom;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
-use trust::certs::{Authority, Request, validity_from_now};
+use trust::certs::Authority;
 use trust::ticket::{CLOCK_SKEW, Claims, DEFAULT_LIFE, SecretKey, prove};
-use trust::tls::{ClientCertificates, Tls, TlsFiles};
+use trust::tls::Tls;
 
+use self::attackers::{Shows, issue, proves, tls_relay};
 use self::stand_in::StandIn;
 use super::*;
 
@@ -39,21 +41,6 @@ const INCARNATION: u64 = 7;
 const FLEET: &str = "fleet-a";
 const LEAST_EPOCH: u64 = 3;
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// Makes what a peer shows.
-struct Shows(Box<dyn Fn(&HandshakeBinding<'_>) -> ShownTicket + Send + Sync>);
-
-impl fmt::Debug for Shows {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Shows")
-    }
-}
-
-impl TicketSource for Shows {
-    fn show(&self, binding: &HandshakeBinding<'_>) -> Result<ShownTicket, String> {
-        Ok((self.0)(binding))
-    }
-}
 
 /// A control plane's key, and the ways to sign with it.
 struct Signer(SecretKey);
@@ -74,16 +61,6 @@ impl Signer {
         change(&mut claims);
         claims.sign(&self.0).unwrap()
     }
-}
-
-/// Shows `ticket` with a proof by `key` for the server called `server`.
-fn proves(ticket: String, key: Arc<SecretKey>, server: &'static str, incarnation: u64) -> Shows {
-    Shows(Box::new(move |binding| {
-        let (channel, hello) = (binding.channel, binding.hello);
-        let handshake = Handshake { server, incarnation, channel, hello };
-        let proof = prove(&ticket, &handshake, &key).unwrap();
-        ShownTicket { ticket: ticket.clone(), proof }
-    }))
 }
 
 /// A listener behind a gate. It answers each frame of its peers by reading it.
@@ -175,7 +152,7 @@ async fn refusal(addr: SocketAddr, config: ConnectConfig) -> Reject {
 /// The legitimate client: connects over shared memory, writes a frame, sees it read, and leaves.
 async fn visit(site: &Site, signer: &Signer, client: &Arc<SecretKey>) {
     let ticket = signer.ticket(client, |_| {});
-    let source = proves(ticket, Arc::clone(client), SERVER, INCARNATION);
+    let source = proves(ticket, client, SERVER, INCARNATION);
     let connected = connect(site.addr, hello(), config(Some(source), &[TransportKind::Shm], site));
     let mut connection = connected.await.expect("a legitimate client is admitted");
     let frame = connection.channel.try_reserve().unwrap().expect("a free frame");
@@ -197,7 +174,7 @@ fn attacks(signer: &Arc<Signer>, victim: &Arc<SecretKey>) -> Vec<Attack> {
         let (signer, victim) = (Arc::clone(signer), Arc::clone(victim));
         let attack = move || {
             let ticket = signer.ticket(&victim, |claims| change(claims, now, skew));
-            Some(proves(ticket, Arc::clone(&victim), SERVER, INCARNATION))
+            Some(proves(ticket, &victim, SERVER, INCARNATION))
         };
         (expected, Box::new(attack))
     };
@@ -205,7 +182,7 @@ fn attacks(signer: &Arc<Signer>, victim: &Arc<SecretKey>) -> Vec<Attack> {
         let (signer, victim) = (Arc::clone(signer), Arc::clone(victim));
         let attack = move || {
             let ticket = signer.ticket(&victim, |_| {});
-            Some(proves(ticket, Arc::clone(&victim), server, incarnation))
+            Some(proves(ticket, &victim, server, incarnation))
         };
         ("does not fit", Box::new(attack))
     };
@@ -241,7 +218,7 @@ fn attacks(signer: &Arc<Signer>, victim: &Arc<SecretKey>) -> Vec<Attack> {
             "does not know",
             Box::new(move || {
                 let ticket = foreign.ticket(&thief, |_| {});
-                Some(proves(ticket, Arc::clone(&thief), SERVER, INCARNATION))
+                Some(proves(ticket, &thief, SERVER, INCARNATION))
             }),
         ));
     }
@@ -255,7 +232,7 @@ fn attacks(signer: &Arc<Signer>, victim: &Arc<SecretKey>) -> Vec<Attack> {
                 let (body, _) = ours.rsplit_once('.').unwrap();
                 let (_, footer) = theirs.rsplit_once('.').unwrap();
                 let forged = format!("{body}.{footer}");
-                Some(proves(forged, Arc::clone(&thief), SERVER, INCARNATION))
+                Some(proves(forged, &thief, SERVER, INCARNATION))
             }),
         ));
     }
@@ -266,7 +243,7 @@ fn attacks(signer: &Arc<Signer>, victim: &Arc<SecretKey>) -> Vec<Attack> {
             "does not fit",
             Box::new(move || {
                 let ticket = signer.ticket(&victim, |_| {});
-                Some(proves(ticket, Arc::clone(&thief), SERVER, INCARNATION))
+                Some(proves(ticket, &thief, SERVER, INCARNATION))
             }),
         ));
     }
@@ -373,7 +350,7 @@ async fn a_recorded_handshake_is_refused() {
     let (signer, client) = (Signer::new(), Arc::new(SecretKey::generate().unwrap()));
     let site = Site::start(&signer).await;
     let recorded = Arc::new(StdMutex::new(None));
-    let inner = proves(signer.ticket(&client, |_| {}), client, SERVER, INCARNATION);
+    let inner = proves(signer.ticket(&client, |_| {}), &client, SERVER, INCARNATION);
     let sink = Arc::clone(&recorded);
     let source = Shows(Box::new(move |binding| {
         let shown = (inner.0)(binding);
@@ -414,43 +391,10 @@ async fn a_server_that_relays_its_clients_is_refused() {
     });
     // The client believes to be at the server "mallory", as its placement table says.
     let ticket = signer.ticket(&client, |_| {});
-    let source = proves(ticket, client, "mallory", 99);
+    let source = proves(ticket, &client, "mallory", 99);
     let reject = refusal(relay_addr, config(Some(source), &[TransportKind::Shm], &site)).await;
     assert!(reject.message.contains("does not fit"), "{reject}");
     assert_eq!(site.welcomed(), 0);
-}
-
-/// Certificates of one authority, for processes on the address `address` as far as they say.
-fn issue(authority: &Authority, dir: &tempfile::TempDir, name: &str, address: &str) -> Tls {
-    let (not_before, not_after) = validity_from_now(30);
-    let addresses = vec![address.to_owned()];
-    let folder = dir.path().join(name);
-    let name = name.to_owned();
-    let request = Request { name, role: Role::Server, addresses, not_before, not_after };
-    authority.issue_into(&folder, &request, false).unwrap();
-    Tls::open(TlsFiles::in_folder(&folder).unwrap(), ClientCertificates::Optional).unwrap()
-}
-
-/// A process between client and server that ends TLS on both sides with a certificate of its own, and passes every byte
-/// on. Returns its address and the number of bytes that it has passed on from clients.
-async fn tls_relay(own: Tls, target: SocketAddr) -> (SocketAddr, Arc<AtomicU64>) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let (addr, passed) = (listener.local_addr().unwrap(), Arc::new(AtomicU64::new(0)));
-    let num_passed = Arc::clone(&passed);
-    tokio::spawn(async move {
-        while let Ok((near, _)) = listener.accept().await {
-            let Ok(mut near) = own.accept(near).await else { continue };
-            let far = TcpStream::connect(target).await.unwrap();
-            let mut far = own.connect("127.0.0.1", far).await.unwrap();
-            let mut bytes = vec![0; 64 << 10];
-            let len = near.read(&mut bytes).await.unwrap_or(0);
-            num_passed.fetch_add(len as u64, Ordering::Relaxed);
-            if far.write_all(&bytes[..len]).await.is_ok() {
-                drop(tokio::io::copy_bidirectional(&mut near, &mut far).await);
-            }
-        }
-    });
-    (addr, passed)
 }
 
 /// A relay with a valid certificate of the fleet reads everything in the middle, and gets nothing for its clients.
@@ -459,17 +403,16 @@ async fn tls_relay(own: Tls, target: SocketAddr) -> (SocketAddr, Arc<AtomicU64>)
 async fn a_relay_of_tls_is_refused_by_the_channel() {
     let (dir, authority) = (tempfile::tempdir().unwrap(), Authority::generate().unwrap());
     let (signer, client) = (Signer::new(), Arc::new(SecretKey::generate().unwrap()));
-    let of_server = issue(&authority, &dir, "server", "127.0.0.1");
+    let of_server = issue(&authority, dir.path(), "server", "127.0.0.1");
     let site = Site::start_secured(&signer, Some(of_server)).await;
-    let of_client = issue(&authority, &dir, "client", "192.0.2.1");
+    let of_client = issue(&authority, dir.path(), "client", "192.0.2.1");
     let secured = |transport| {
-        let source =
-            proves(signer.ticket(&client, |_| {}), Arc::clone(&client), SERVER, INCARNATION);
+        let source = proves(signer.ticket(&client, |_| {}), &client, SERVER, INCARNATION);
         ConnectConfig { tls: Some(of_client.clone()), ..config(Some(source), &[transport], &site) }
     };
 
     // Its certificate is for another address: the client goes no further than TLS.
-    let elsewhere = issue(&authority, &dir, "elsewhere", "192.0.2.7");
+    let elsewhere = issue(&authority, dir.path(), "elsewhere", "192.0.2.7");
     let (addr, passed) = tls_relay(elsewhere, site.addr).await;
     match connect(addr, hello(), secured(TransportKind::Shm)).await {
         Err(ConnectError::Tls { reason, .. }) => assert!(reason.contains("192.0.2.7"), "{reason}"),
@@ -478,7 +421,7 @@ async fn a_relay_of_tls_is_refused_by_the_channel() {
     assert_eq!(passed.load(Ordering::Relaxed), 0);
 
     // It has taken over the address of the server, and has a certificate for it.
-    let mallory = issue(&authority, &dir, "mallory", "127.0.0.1");
+    let mallory = issue(&authority, dir.path(), "mallory", "127.0.0.1");
     let (addr, passed) = tls_relay(mallory, site.addr).await;
     for kind in [TransportKind::Shm, TransportKind::Local, TransportKind::Verbs] {
         let before = passed.load(Ordering::Relaxed);
@@ -515,7 +458,7 @@ async fn the_last_keys_count_until_they_end() {
 
     let show = |signer: &Signer| {
         let ticket = signer.ticket(&client, |_| {});
-        let source = proves(ticket, Arc::clone(&client), SERVER, INCARNATION);
+        let source = proves(ticket, &client, SERVER, INCARNATION);
         refusal(site.addr, config(Some(source), &[TransportKind::Shm], &site))
     };
     set(TicketKeys { least_epoch: LEAST_EPOCH + 1, ..both });

@@ -2,6 +2,7 @@
 //! handshake, and on a GPU.
 
 mod allocation;
+mod attackers;
 mod common;
 mod device;
 mod failpoints;

@@ -23,6 +23,7 @@
 mod channel;
 mod endpoint;
 mod memory;
+mod rendezvous;
 mod share;
 
 use std::io;
@@ -34,7 +35,7 @@ use kernels::abi::DevicePtr;
 use kernels::gpu::{Gpu, GpuBuffer, GpuError};
 use p2p_core::log_limit::LogLimit;
 use thiserror::Error;
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 pub use channel::DeviceChannel;
@@ -47,6 +48,8 @@ use p2p_core::backend::shm::{ShmError, pass};
 use p2p_core::channel::ChannelError;
 use p2p_core::slot::SlotLayout;
 use p2p_core::wait::event_fd;
+
+use rendezvous::Rendezvous;
 
 /// Device slots could not be made or exchanged.
 #[derive(Debug, Error)]
@@ -83,11 +86,7 @@ pub const INVITATION_BYTES: usize = 32;
 /// A socket at which one peer exchanges descriptors with this process. Only a peer with the
 /// invitation's bytes succeeds.
 #[derive(Debug)]
-pub struct Invitation {
-    token: pass::Nonce,
-    nonce: pass::Nonce,
-    listener: UnixListener,
-}
+pub struct Invitation(Rendezvous);
 
 impl Invitation {
     /// Opens the socket. Requires a Tokio runtime.
@@ -95,19 +94,13 @@ impl Invitation {
     /// # Errors
     /// [`DeviceError::System`].
     pub fn open() -> Result<Self, DeviceError> {
-        let (token, nonce) = (rand::random(), rand::random());
-        let listener =
-            pass::listen(&token).map_err(|source| DeviceError::System { call: "bind", source })?;
-        Ok(Self { token, nonce, listener })
+        Rendezvous::open().map(Self)
     }
 
     /// The bytes to send to the peer. Send them to no other process.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; INVITATION_BYTES] {
-        let mut bytes = [0; INVITATION_BYTES];
-        bytes[..16].copy_from_slice(&self.token);
-        bytes[16..].copy_from_slice(&self.nonce);
-        bytes
+        self.0.to_bytes()
     }
 
     /// Waits up to `limit` for the peer and joins both slots, each in its process's GPU.
@@ -123,7 +116,7 @@ impl Invitation {
         let connected = timeout(limit, async {
             let own = create(gpu, layout).await?;
             loop {
-                let accepted = self.listener.accept().await;
+                let accepted = self.0.listener.accept().await;
                 let (stream, _) =
                     accepted.map_err(|source| DeviceError::System { call: "accept", source })?;
                 // Another process cannot block the peer: without the nonce it gets no descriptor.
@@ -133,7 +126,7 @@ impl Invitation {
                     }
                     continue;
                 }
-                let received = timeout(limit / SHARE_OF_ONE, receive(&stream, &self.nonce)).await;
+                let received = timeout(limit / SHARE_OF_ONE, receive(&stream, &self.0.nonce)).await;
                 let descriptors = match received.unwrap_or(Err(DeviceError::Timeout { limit })) {
                     Ok(descriptors) => descriptors,
                     Err(error) => {
@@ -143,7 +136,7 @@ impl Invitation {
                         continue;
                     }
                 };
-                send(&stream, &self.nonce, &own).await?;
+                send(&stream, &self.0.nonce, &own).await?;
                 break join(gpu, layout, own, descriptors).await;
             }
         });
@@ -162,9 +155,7 @@ pub async fn connect(
     layout: SlotLayout,
     limit: Duration,
 ) -> Result<DeviceChannel, DeviceError> {
-    let (mut token, mut nonce) = ([0; 16], [0; 16]);
-    token.copy_from_slice(&invitation[..16]);
-    nonce.copy_from_slice(&invitation[16..]);
+    let (token, nonce) = rendezvous::parse(invitation);
     let connected = timeout(limit, async {
         let own = create(gpu, layout).await?;
         let stream = pass::reach(&token).await?;

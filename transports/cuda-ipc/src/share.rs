@@ -6,20 +6,17 @@ use std::time::Duration;
 
 use p2p_core::backend::shm::{ShmError, pass};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixStream;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
+use super::rendezvous::{self, Rendezvous};
 use super::{DeviceError, INVITATION_BYTES, STRANGER_LOG};
 
 /// A socket at which processes of this host and user get descriptors of memory. Only a process with the
 /// [bytes](Self::to_bytes) of the share gets any.
 #[derive(Debug)]
-pub struct BlockShare {
-    token: pass::Nonce,
-    nonce: pass::Nonce,
-    listener: UnixListener,
-}
+pub struct BlockShare(Rendezvous);
 
 impl BlockShare {
     /// Opens the socket. Requires a Tokio runtime.
@@ -27,29 +24,23 @@ impl BlockShare {
     /// # Errors
     /// [`DeviceError::System`].
     pub fn open() -> Result<Self, DeviceError> {
-        let (token, nonce) = (rand::random(), rand::random());
-        let listener =
-            pass::listen(&token).map_err(|source| DeviceError::System { call: "bind", source })?;
-        Ok(Self { token, nonce, listener })
+        Rendezvous::open().map(Self)
     }
 
     /// The bytes for peers. A process that has them can map every block.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; INVITATION_BYTES] {
-        let mut bytes = [0; INVITATION_BYTES];
-        bytes[..16].copy_from_slice(&self.token);
-        bytes[16..].copy_from_slice(&self.nonce);
-        bytes
+        self.0.to_bytes()
     }
 
     /// Serves peers until the future is dropped. `find` gives a block's descriptor and its length in bytes.
     pub async fn serve(self, find: impl Fn(u64) -> Option<(OwnedFd, u64)> + Send + Sync + 'static) {
         let (find, open) = (Arc::new(find), Arc::new(Semaphore::new(MOST_AT_ONCE)));
-        let nonce = self.nonce;
+        let nonce = self.0.nonce;
         loop {
             // Never closed, so it cannot fail.
             let Ok(permit) = Arc::clone(&open).acquire_owned().await else { return };
-            let stream = match self.listener.accept().await {
+            let stream = match self.0.listener.accept().await {
                 Ok((stream, _)) => stream,
                 Err(error) => {
                     tracing::warn!(%error, "cannot take a connection of a process that maps memory");
@@ -81,9 +72,9 @@ pub async fn request_block(
     block: u64,
     limit: Duration,
 ) -> Result<(OwnedFd, u64), DeviceError> {
-    let (mut token, mut request) = ([0; 16], [0; REQUEST_BYTES]);
-    token.copy_from_slice(&share[..16]);
-    request[..16].copy_from_slice(&share[16..]);
+    let (token, nonce) = rendezvous::parse(share);
+    let mut request = [0; REQUEST_BYTES];
+    request[..16].copy_from_slice(&nonce);
     request[16..].copy_from_slice(&block.to_le_bytes());
     let requested = timeout(limit, async {
         let mut stream = pass::reach(&token).await?;

@@ -1,21 +1,21 @@
 //! Servers with tokens of their own read weights of each other over TLS and with tickets, and attackers read nothing.
 
-use std::fmt;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
 use control_api::{TicketRequest, TicketRole};
 use message_engine::{ConnectError, ConnectOptions};
-use p2p_core::bootstrap::{HandshakeBinding, ShownTicket, TicketSource};
+use p2p_core::bootstrap::TicketSource;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use trust::Role;
-use trust::certs::{Authority, Request as CertificateRequest, validity_from_now};
-use trust::ticket::{Claims, Handshake, SecretKey, UnixTime, prove};
-use trust::tls::{ClientCertificates, Tls, TlsFiles};
+use trust::certs::Authority;
+use trust::ticket::{Claims, SecretKey, UnixTime};
+use trust::tls::Tls;
 use trust::tokens::{self, TokenEntry};
 
 use super::*;
+use crate::attackers::{Shows, issue, proves, tls_relay};
 
 /// A fleet with a token file instead of a shared token, and certificates.
 struct Secured {
@@ -32,15 +32,8 @@ impl Secured {
         let mut config = ControlConfig::new("127.0.0.1:0", 3, 3);
         config.tokens = Some(dir.path().join("tokens"));
         let fleet = Fleet::start(config).await;
-        let (not_before, not_after) = validity_from_now(30);
-        let addresses = vec!["127.0.0.1".to_owned()];
-        let (name, role) = ("host".to_owned(), Role::Server);
-        let request = CertificateRequest { name, role, addresses, not_before, not_after };
-        let folder = dir.path().join("host");
         let authority = Authority::generate().expect("an authority");
-        authority.issue_into(&folder, &request, false).expect("a certificate");
-        let files = TlsFiles::in_folder(&folder).expect("a folder");
-        let tls = Tls::open(files, ClientCertificates::Optional).expect("TLS");
+        let tls = issue(&authority, dir.path(), "host", "127.0.0.1");
         Self { fleet, dir, tls }
     }
 
@@ -82,47 +75,6 @@ async fn start_known(control: &ControlClient, config: ServerConfig) -> RunningSe
     let own = ControlClient::new(&control.base_url(), token.clone()).expect("a client");
     until("the control plane knows the token", async || own.whoami().await.is_ok()).await;
     start(config).await
-}
-
-/// Makes what a reader shows.
-struct Shows(Box<dyn Fn(&HandshakeBinding<'_>) -> ShownTicket + Send + Sync>);
-
-impl fmt::Debug for Shows {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Shows")
-    }
-}
-
-impl TicketSource for Shows {
-    fn show(&self, binding: &HandshakeBinding<'_>) -> Result<ShownTicket, String> {
-        Ok((self.0)(binding))
-    }
-}
-
-/// Shows `ticket` with a proof by `key` for a process.
-fn proves(ticket: &str, key: &Arc<SecretKey>, server: &str, incarnation: u64) -> Shows {
-    let (ticket, key, server) = (ticket.to_owned(), Arc::clone(key), server.to_owned());
-    Shows(Box::new(move |binding| {
-        let (channel, hello) = (binding.channel, binding.hello);
-        let handshake = Handshake { server: &server, incarnation, channel, hello };
-        let proof = prove(&ticket, &handshake, &key).expect("a proof");
-        ShownTicket { ticket: ticket.clone(), proof }
-    }))
-}
-
-/// Passes every byte on between peers and `target`, with TLS of its own on both sides.
-async fn tls_relay(own: Tls, target: SocketAddr) -> SocketAddr {
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
-    let addr = listener.local_addr().expect("an address");
-    tokio::spawn(async move {
-        while let Ok((near, _)) = listener.accept().await {
-            let mut near = own.accept(near).await.expect("TLS with the peer");
-            let far = tokio::net::TcpStream::connect(target).await.expect("the target");
-            let mut far = own.connect("127.0.0.1", far).await.expect("TLS with the target");
-            drop(tokio::io::copy_bidirectional(&mut near, &mut far).await);
-        }
-    });
-    addr
 }
 
 async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
@@ -240,7 +192,7 @@ async fn servers_with_tokens_of_their_own_read_weights_and_attackers_do_not() {
     assert!(refusal(&engine, addr, Some(again)).contains("does not fit"));
 
     // A relay with a valid certificate for the source's address, which ends TLS on both sides.
-    let relay = tls_relay(secured.tls.clone(), addr).await;
+    let (relay, _) = tls_relay(secured.tls.clone(), addr).await;
     let error = refusal(&engine, relay, Some(proves(&good, &reader, name, incarnation)));
     assert!(error.contains("does not fit"), "{error}");
 
