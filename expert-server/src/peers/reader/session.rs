@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use message_engine::{Connection, Engine, EngineConfig, WaitError, default_fabrics};
 
-use self::connecting::{connect, nearest_first};
+use self::connecting::{add_connections, connect, nearest_first};
 use self::transfer::ReadLimits;
 use super::{Fetch, Peer, ReadExpert};
 use crate::experts::{CopyError, DeviceExperts, Experts, PeerMemory};
@@ -91,7 +91,7 @@ type Waiting = HashMap<(u64, u64), mpsc::SyncSender<Response>>;
 
 struct Source {
     name: String,
-    /// One for each thread, because the threads of one connection take turns.
+    /// One or more. The threads of one connection take turns.
     connections: Vec<Connection>,
     holds: HashSet<(u32, u32)>,
     /// The memory of its device, if this server's device reaches it.
@@ -118,8 +118,10 @@ struct Grant {
 }
 
 impl Session {
-    /// Connects to peers, to those of this host first, until each of the experts has two, or none is left. Blocks for
-    /// at most [`HELLO_TIMEOUT`](connecting::HELLO_TIMEOUT) for every [`CONNECTS_AT_ONCE`] peers.
+    /// Connects to peers, to those of this host first, until each of the experts has two, or none is left. Then gives
+    /// two of each expert up to `num_threads` connections. Blocks for at most [`HELLO_TIMEOUT`](connecting::HELLO_TIMEOUT)
+    /// for every [`CONNECTS_AT_ONCE`] peers, and once more. When `stop` becomes true it goes on with the peers that have
+    /// answered.
     ///
     /// # Errors
     /// A text that says why there is no peer.
@@ -129,6 +131,7 @@ impl Session {
         wanted: &[(u32, u32)],
         num_threads: usize,
         device: Option<&Arc<dyn DeviceExperts>>,
+        stop: &AtomicBool,
     ) -> Result<Self, String> {
         if peers.is_empty() {
             return Err("no server of the fleet lets others read its weights".to_owned());
@@ -143,17 +146,18 @@ impl Session {
             ..EngineConfig::default()
         };
         let engine = Arc::new(Engine::start(config).map_err(|error| error.to_string())?);
-        let mut sources: Vec<Source> = Vec::new();
+        let mut sources: Vec<(&Peer, Source)> = Vec::new();
         let mut reasons = Vec::new();
         let peers = nearest_first(peers, fetch.local);
         for group in peers.chunks(CONNECTS_AT_ONCE) {
-            let num_holders = |expert| sources.iter().filter(|s| s.holds.contains(expert)).count();
-            if wanted.iter().all(|expert| num_holders(expert) >= ENOUGH_HOLDERS) {
+            let holds = |expert| sources.iter().filter(move |(_, s)| s.holds.contains(expert));
+            let has_enough = |expert| holds(expert).count() >= ENOUGH_HOLDERS;
+            if wanted.iter().all(has_enough) || stop.load(Ordering::Relaxed) {
                 break;
             }
-            for (peer, outcome) in connect(&engine, fetch, group, num_threads, device) {
+            for (peer, outcome) in connect(&engine, fetch, group, device, stop) {
                 match outcome {
-                    Ok(source) => sources.push(source),
+                    Ok(source) => sources.push((peer, source)),
                     Err(reason) => {
                         let (peer, addr) = (&peer.name, peer.addr);
                         tracing::warn!(peer, %addr, reason, "cannot read weights of a server");
@@ -165,6 +169,10 @@ impl Session {
         if sources.is_empty() {
             return Err(reasons.join("; "));
         }
+        if !stop.load(Ordering::Relaxed) {
+            add_connections(&engine, fetch, &mut sources, wanted, num_threads, device);
+        }
+        let sources = sources.into_iter().map(|(_, source)| source).collect();
         let waiting = Mutex::default();
         let next_id = AtomicU64::new(1);
         let (shape, chunk_timeout) = (fetch.shape.0, fetch.chunk_timeout);
