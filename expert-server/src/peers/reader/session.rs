@@ -286,7 +286,7 @@ impl Session {
         stop: &AtomicBool,
     ) -> Result<ReadExpert, ReadError> {
         if let Some(device) = source.device.as_deref().filter(|_| !source.lock().has_lost_device) {
-            match self.copy_from(device, connection, (layer, expert)) {
+            match self.copy_from(device, connection, (layer, expert), stop) {
                 // A bad link between devices damages good weights. The host's copy has a checksum of its own.
                 Err(error @ (ReadError::Unreachable(_) | ReadError::Damaged(_))) => {
                     let peer = &source.name;
@@ -301,7 +301,7 @@ impl Session {
         // The lease begins at the source, after this.
         let begin = Instant::now();
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let grant = match self.ask(connection, &request(id, layer, expert, false), id)? {
+        let grant = match self.ask(connection, &request(id, layer, expert, false), id, stop)? {
             Response::Grant { manifest, digest, parts, lease_ms, .. } => {
                 let deadline = begin + lease(lease_ms);
                 let limits = ReadLimits { deadline, chunk_timeout: self.chunk_timeout };
@@ -321,10 +321,11 @@ impl Session {
         device: &dyn PeerMemory,
         connection: &Connection,
         (layer, expert): (u32, u32),
+        stop: &AtomicBool,
     ) -> Result<u64, ReadError> {
         let begin = Instant::now();
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let response = self.ask(connection, &request(id, layer, expert, true), id)?;
+        let response = self.ask(connection, &request(id, layer, expert, true), id, stop)?;
         let Response::DeviceGrant { place, checksum, lease_ms, .. } = response else {
             return Err(ReadError::Failed("an unexpected answer".to_owned()));
         };
@@ -342,12 +343,13 @@ impl Session {
         outcome
     }
 
-    /// Sends a request and waits for its grant, of either kind.
+    /// Sends a request and waits for its grant, of either kind, for up to [`REPLY_TIMEOUT`] or until `stop` is true.
     fn ask(
         &self,
         connection: &Connection,
         request: &Request,
         id: u64,
+        stop: &AtomicBool,
     ) -> Result<Response, ReadError> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let key = (connection.id(), id);
@@ -357,11 +359,14 @@ impl Session {
         let response = match sent {
             Ok(_) => loop {
                 match receiver.recv_timeout(CLOSE_PERIOD) {
-                    Ok(response) => break Ok(response),
+                    Ok(response) => break Ok(Some(response)),
                     Err(mpsc::RecvTimeoutError::Disconnected) => {
                         break Err("reading has ended".to_owned());
                     }
                     Err(mpsc::RecvTimeoutError::Timeout) => {
+                        if stop.load(Ordering::Relaxed) {
+                            break Ok(None);
+                        }
                         if let Some(reason) = connection.closed() {
                             break Err(reason.to_string());
                         }
@@ -375,7 +380,12 @@ impl Session {
             Err(error) => Err(error.to_string()),
         };
         self.lock_waiting().remove(&key);
-        match response.map_err(ReadError::Failed)? {
+        let Some(response) = response.map_err(ReadError::Failed)? else {
+            // Its grant may be on the way.
+            give_back(connection, id);
+            return Err(ReadError::Stopped);
+        };
+        match response {
             granted @ (Response::Grant { .. } | Response::DeviceGrant { .. }) => Ok(granted),
             Response::Later { after_ms, .. } => {
                 Err(ReadError::Later(Duration::from_millis(after_ms.min(MAX_LEASE_MS))))

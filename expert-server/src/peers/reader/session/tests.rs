@@ -98,7 +98,7 @@ fn a_source_answers_no_request_that_another_one_was_sent() {
         for id in 1..20 {
             let asking = scope.spawn(move || {
                 let connection = &session.sources[0].connections[0];
-                session.ask(connection, &request(id, 0, 0, false), id)
+                session.ask(connection, &request(id, 0, 0, false), id, is_over)
             });
             let limit = Instant::now() + LIMIT;
             sources[0].next_notification(limit).expect("the request");
@@ -128,6 +128,27 @@ fn reads_that_begin_together_go_to_different_sources() {
     // The end of a read makes its source the first choice again.
     let ended = chosen.swap_remove(rand::rng().random_range(0..6)).idx;
     assert_eq!(choose().idx, ended);
+}
+
+#[test]
+fn a_stop_ends_the_wait_for_an_answer() {
+    let sources = engines::<1>();
+    let (session, _connections) = open(&fetch_with(None), &sources);
+    let (session, stop) = (&session, &AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(move || {
+            session.ask(&session.sources[0].connections[0], &request(1, 0, 0, false), 1, stop)
+        });
+        // The source takes the request, and does not answer.
+        let limit = Instant::now() + LIMIT;
+        sources[0].next_notification(limit).expect("the request");
+        stop.store(true, Ordering::Relaxed);
+        let outcome = asking.join().expect("it ends").map(|_| ());
+        assert!(matches!(outcome, Err(ReadError::Stopped)), "{outcome:?}");
+        let given_back = sources[0].next_notification(limit).expect("the end of the request");
+        let given_back = wire::decode(&given_back.bytes).expect("a message");
+        assert!(matches!(given_back, Request::Done { id: 1 }), "{given_back:?}");
+    });
 }
 
 /// The first two of four sources get more connections than one, as many as they accept.
