@@ -111,7 +111,7 @@ impl Fetch {
         count: &Count<'_>,
     ) -> Fetched {
         let device = Arc::clone(store).device();
-        let session = match Session::open(self, peers, wanted, num_threads, device.as_ref()) {
+        let session = match Session::open(self, peers, wanted, num_threads, device.as_ref(), stop) {
             Ok(session) => session,
             Err(reason) => {
                 let missing = wanted.iter().map(|&expert| (expert, reason.clone())).collect();

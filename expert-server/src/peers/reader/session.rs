@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use message_engine::{Connection, Engine, EngineConfig, WaitError, default_fabrics};
 
-use self::connecting::{connect, nearest_first};
+use self::connecting::{add_connections, connect, nearest_first};
 use self::transfer::ReadLimits;
 use super::{Fetch, Peer, ReadExpert};
 use crate::experts::{CopyError, DeviceExperts, Experts, PeerMemory};
@@ -91,7 +91,7 @@ type Waiting = HashMap<(u64, u64), mpsc::SyncSender<Response>>;
 
 struct Source {
     name: String,
-    /// One for each thread, because the threads of one connection take turns.
+    /// One or more. The threads of one connection take turns.
     connections: Vec<Connection>,
     holds: HashSet<(u32, u32)>,
     /// The memory of its device, if this server's device reaches it.
@@ -118,8 +118,10 @@ struct Grant {
 }
 
 impl Session {
-    /// Connects to peers, to those of this host first, until each of the experts has two, or none is left. Blocks for
-    /// at most [`HELLO_TIMEOUT`](connecting::HELLO_TIMEOUT) for every [`CONNECTS_AT_ONCE`] peers.
+    /// Connects to peers, to those of this host first, until each of the experts has two, or none is left. Then gives
+    /// two of each expert up to `num_threads` connections. Blocks for at most [`HELLO_TIMEOUT`](connecting::HELLO_TIMEOUT)
+    /// for every [`CONNECTS_AT_ONCE`] peers, and once more. When `stop` becomes true it goes on with the peers that have
+    /// answered.
     ///
     /// # Errors
     /// A text that says why there is no peer.
@@ -129,6 +131,7 @@ impl Session {
         wanted: &[(u32, u32)],
         num_threads: usize,
         device: Option<&Arc<dyn DeviceExperts>>,
+        stop: &AtomicBool,
     ) -> Result<Self, String> {
         if peers.is_empty() {
             return Err("no server of the fleet lets others read its weights".to_owned());
@@ -143,17 +146,18 @@ impl Session {
             ..EngineConfig::default()
         };
         let engine = Arc::new(Engine::start(config).map_err(|error| error.to_string())?);
-        let mut sources: Vec<Source> = Vec::new();
+        let mut sources: Vec<(&Peer, Source)> = Vec::new();
         let mut reasons = Vec::new();
         let peers = nearest_first(peers, fetch.local);
         for group in peers.chunks(CONNECTS_AT_ONCE) {
-            let num_holders = |expert| sources.iter().filter(|s| s.holds.contains(expert)).count();
-            if wanted.iter().all(|expert| num_holders(expert) >= ENOUGH_HOLDERS) {
+            let holds = |expert| sources.iter().filter(move |(_, s)| s.holds.contains(expert));
+            let has_enough = |expert| holds(expert).count() >= ENOUGH_HOLDERS;
+            if wanted.iter().all(has_enough) || stop.load(Ordering::Relaxed) {
                 break;
             }
-            for (peer, outcome) in connect(&engine, fetch, group, num_threads, device) {
+            for (peer, outcome) in connect(&engine, fetch, group, device, stop) {
                 match outcome {
-                    Ok(source) => sources.push(source),
+                    Ok(source) => sources.push((peer, source)),
                     Err(reason) => {
                         let (peer, addr) = (&peer.name, peer.addr);
                         tracing::warn!(peer, %addr, reason, "cannot read weights of a server");
@@ -165,6 +169,10 @@ impl Session {
         if sources.is_empty() {
             return Err(reasons.join("; "));
         }
+        if !stop.load(Ordering::Relaxed) {
+            add_connections(&engine, fetch, &mut sources, wanted, num_threads, device);
+        }
+        let sources = sources.into_iter().map(|(_, source)| source).collect();
         let waiting = Mutex::default();
         let next_id = AtomicU64::new(1);
         let (shape, chunk_timeout) = (fetch.shape.0, fetch.chunk_timeout);
@@ -278,7 +286,7 @@ impl Session {
         stop: &AtomicBool,
     ) -> Result<ReadExpert, ReadError> {
         if let Some(device) = source.device.as_deref().filter(|_| !source.lock().has_lost_device) {
-            match self.copy_from(device, connection, (layer, expert)) {
+            match self.copy_from(device, connection, (layer, expert), stop) {
                 // A bad link between devices damages good weights. The host's copy has a checksum of its own.
                 Err(error @ (ReadError::Unreachable(_) | ReadError::Damaged(_))) => {
                     let peer = &source.name;
@@ -293,7 +301,7 @@ impl Session {
         // The lease begins at the source, after this.
         let begin = Instant::now();
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let grant = match self.ask(connection, &request(id, layer, expert, false), id)? {
+        let grant = match self.ask(connection, &request(id, layer, expert, false), id, stop)? {
             Response::Grant { manifest, digest, parts, lease_ms, .. } => {
                 let deadline = begin + lease(lease_ms);
                 let limits = ReadLimits { deadline, chunk_timeout: self.chunk_timeout };
@@ -313,10 +321,11 @@ impl Session {
         device: &dyn PeerMemory,
         connection: &Connection,
         (layer, expert): (u32, u32),
+        stop: &AtomicBool,
     ) -> Result<u64, ReadError> {
         let begin = Instant::now();
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let response = self.ask(connection, &request(id, layer, expert, true), id)?;
+        let response = self.ask(connection, &request(id, layer, expert, true), id, stop)?;
         let Response::DeviceGrant { place, checksum, lease_ms, .. } = response else {
             return Err(ReadError::Failed("an unexpected answer".to_owned()));
         };
@@ -334,12 +343,13 @@ impl Session {
         outcome
     }
 
-    /// Sends a request and waits for its grant, of either kind.
+    /// Sends a request and waits for its grant, of either kind, for up to [`REPLY_TIMEOUT`] or until `stop` is true.
     fn ask(
         &self,
         connection: &Connection,
         request: &Request,
         id: u64,
+        stop: &AtomicBool,
     ) -> Result<Response, ReadError> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let key = (connection.id(), id);
@@ -349,11 +359,14 @@ impl Session {
         let response = match sent {
             Ok(_) => loop {
                 match receiver.recv_timeout(CLOSE_PERIOD) {
-                    Ok(response) => break Ok(response),
+                    Ok(response) => break Ok(Some(response)),
                     Err(mpsc::RecvTimeoutError::Disconnected) => {
                         break Err("reading has ended".to_owned());
                     }
                     Err(mpsc::RecvTimeoutError::Timeout) => {
+                        if stop.load(Ordering::Relaxed) {
+                            break Ok(None);
+                        }
                         if let Some(reason) = connection.closed() {
                             break Err(reason.to_string());
                         }
@@ -367,7 +380,12 @@ impl Session {
             Err(error) => Err(error.to_string()),
         };
         self.lock_waiting().remove(&key);
-        match response.map_err(ReadError::Failed)? {
+        let Some(response) = response.map_err(ReadError::Failed)? else {
+            // Its grant may be on the way.
+            give_back(connection, id);
+            return Err(ReadError::Stopped);
+        };
+        match response {
             granted @ (Response::Grant { .. } | Response::DeviceGrant { .. }) => Ok(granted),
             Response::Later { after_ms, .. } => {
                 Err(ReadError::Later(Duration::from_millis(after_ms.min(MAX_LEASE_MS))))

@@ -2,12 +2,14 @@
 
 use std::collections::{HashMap, HashSet};
 use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
 use message_engine::{Connection, Engine};
 
-use super::{CLOSE_PERIOD, Source};
+use super::{CLOSE_PERIOD, ENOUGH_HOLDERS, Source};
 use crate::experts::DeviceExperts;
 use crate::peers::reader::{Fetch, Peer};
 use crate::peers::wire::{self, Request, Response, VERSION};
@@ -19,55 +21,41 @@ pub(super) fn nearest_first(peers: &[Peer], local: IpAddr) -> Vec<Peer> {
     sorted
 }
 
-/// Connects to some peers at the same time.
+/// Connects to some peers at the same time, once to each. Blocks for at most [`HELLO_TIMEOUT`], and ends early when `stop`
+/// becomes true.
 pub(super) fn connect<'a>(
     engine: &Engine,
     fetch: &Fetch,
     peers: &'a [Peer],
-    num_threads: usize,
     device: Option<&Arc<dyn DeviceExperts>>,
+    stop: &AtomicBool,
 ) -> Vec<(&'a Peer, Result<Source, String>)> {
     let deadline = Instant::now() + HELLO_TIMEOUT;
-    let hello = wire::encode(&Request::Hello {
-        version: VERSION,
-        fingerprint: fetch.identity.fingerprint.clone(),
-        parameters: fetch.identity.parameters.clone(),
-        device: device.map(|device| device.form()),
-    });
-    let reach = |peer: &Peer| {
-        let connect = |_| {
-            let connection = engine.connect_with(peer.addr, peer.options.clone(), deadline);
-            let connection = connection.map_err(|error| error.to_string())?;
-            connection.notify(&hello, deadline).map_err(|error| error.to_string())?;
-            Ok::<_, String>(connection)
-        };
-        (0..num_threads).map(connect).collect::<Result<Vec<_>, _>>()
-    };
+    let hello = hello(fetch, device);
     let reached: Vec<_> = std::thread::scope(|scope| {
-        let reaching: Vec<_> = peers.iter().map(|peer| scope.spawn(|| reach(peer))).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<Vec<Connection>, String>>| {
+        let reaching: Vec<_> = peers
+            .iter()
+            .map(|peer| scope.spawn(|| reach(engine, peer, &hello, deadline)))
+            .collect();
+        let join = |thread: ScopedJoinHandle<'_, Result<Connection, String>>| {
             thread.join().unwrap_or_else(|_| Err("connecting panicked".to_owned()))
         };
         reaching.into_iter().map(join).collect()
     });
     let mut answers: HashMap<u64, Result<PeerIndex, String>> = HashMap::new();
-    // All connections of a peer get the same answer.
     let num_awaited = |answers: &HashMap<u64, _>| {
-        let first = reached.iter().flatten().filter_map(|connections| connections.first());
-        let awaited = first.filter(|connection| connection.closed().is_none());
+        let awaited = reached.iter().flatten().filter(|connection| connection.closed().is_none());
         awaited.filter(|connection| !answers.contains_key(&connection.id())).count()
     };
-    while num_awaited(&answers) > 0 && Instant::now() < deadline {
+    let is_over = || Instant::now() >= deadline || stop.load(Ordering::Relaxed);
+    while num_awaited(&answers) > 0 && !is_over() {
         let until = deadline.min(Instant::now() + CLOSE_PERIOD);
         if let Ok(notification) = engine.next_notification(until) {
             answers.insert(notification.connection, index(&notification.bytes));
         }
     }
-    let sources = peers.iter().zip(reached).map(|(peer, connections)| {
-        let source = connections.and_then(|connections| {
-            let Some(connection) = connections.first() else {
-                return Err("it has no connection".to_owned());
-            };
+    let sources = peers.iter().zip(reached).map(|(peer, connection)| {
+        let source = connection.and_then(|connection| {
             let no_answer = || match connection.closed() {
                 Some(reason) => Err(reason.to_string()),
                 None => Err(format!("no answer within {} s", HELLO_TIMEOUT.as_secs())),
@@ -80,11 +68,77 @@ pub(super) fn connect<'a>(
                 let warn = |error: &_| tracing::warn!(peer = name, %error, "a device is not used");
                 reached.inspect_err(warn).ok()
             });
-            Ok(Source { name, connections, holds, device, state })
+            Ok(Source { name, connections: vec![connection], holds, device, state })
         });
         (peer, source)
     });
     sources.collect()
+}
+
+/// Gives sources more connections, up to `num_connections`, where they accept them. Only sources that come first for some
+/// expert get more: each expert has up to [`ENOUGH_HOLDERS`] of these. Blocks for at most [`HELLO_TIMEOUT`].
+pub(super) fn add_connections(
+    engine: &Engine,
+    fetch: &Fetch,
+    sources: &mut [(&Peer, Source)],
+    wanted: &[(u32, u32)],
+    num_connections: usize,
+    device: Option<&Arc<dyn DeviceExperts>>,
+) {
+    let deadline = Instant::now() + HELLO_TIMEOUT;
+    let hello = hello(fetch, device);
+    let mut num_holders: HashMap<_, _> = wanted.iter().map(|&expert| (expert, 0)).collect();
+    std::thread::scope(|scope| {
+        for (peer, source) in sources {
+            let mut is_first = false;
+            for expert in &source.holds {
+                if let Some(num) = num_holders.get_mut(expert).filter(|num| **num < ENOUGH_HOLDERS)
+                {
+                    *num += 1;
+                    is_first = true;
+                }
+            }
+            if !is_first {
+                continue;
+            }
+            scope.spawn(|| {
+                for _ in source.connections.len()..num_connections {
+                    // The source answers the hello of each connection, and its first answer counts.
+                    match reach(engine, peer, &hello, deadline) {
+                        Ok(connection) => source.connections.push(connection),
+                        Err(reason) => {
+                            let (peer, num) = (&source.name, source.connections.len());
+                            tracing::debug!(peer, num, reason, "a server gets no more connections");
+                            break;
+                        }
+                    }
+                }
+            });
+        }
+    });
+}
+
+/// Connects to a peer and sends `hello`.
+fn reach(
+    engine: &Engine,
+    peer: &Peer,
+    hello: &[u8],
+    deadline: Instant,
+) -> Result<Connection, String> {
+    let connection = engine.connect_with(peer.addr, peer.options.clone(), deadline);
+    let connection = connection.map_err(|error| error.to_string())?;
+    connection.notify(hello, deadline).map_err(|error| error.to_string())?;
+    Ok(connection)
+}
+
+/// The first message of a connection.
+fn hello(fetch: &Fetch, device: Option<&Arc<dyn DeviceExperts>>) -> Vec<u8> {
+    wire::encode(&Request::Hello {
+        version: VERSION,
+        fingerprint: fetch.identity.fingerprint.clone(),
+        parameters: fetch.identity.parameters.clone(),
+        device: device.map(|device| device.form()),
+    })
 }
 
 /// Experts of a peer.

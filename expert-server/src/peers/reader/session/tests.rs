@@ -74,8 +74,9 @@ fn engines<const N: usize>() -> [Engine; N] {
 /// Opens a session with sources that all hold expert 0 of layer 0.
 fn open(fetch: &Fetch, sources: &[Engine]) -> (Session, Vec<Connection>) {
     let peers: Vec<_> = sources.iter().map(peer_of).collect();
+    let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let opening = scope.spawn(|| Session::open(fetch, &peers, &[(0, 0)], 1, None));
+        let opening = scope.spawn(|| Session::open(fetch, &peers, &[(0, 0)], 1, None, &stop));
         let connections = sources.iter().map(accept).collect();
         (opening.join().expect("it ends").expect("sources"), connections)
     })
@@ -97,7 +98,7 @@ fn a_source_answers_no_request_that_another_one_was_sent() {
         for id in 1..20 {
             let asking = scope.spawn(move || {
                 let connection = &session.sources[0].connections[0];
-                session.ask(connection, &request(id, 0, 0, false), id)
+                session.ask(connection, &request(id, 0, 0, false), id, is_over)
             });
             let limit = Instant::now() + LIMIT;
             sources[0].next_notification(limit).expect("the request");
@@ -127,6 +128,44 @@ fn reads_that_begin_together_go_to_different_sources() {
     // The end of a read makes its source the first choice again.
     let ended = chosen.swap_remove(rand::rng().random_range(0..6)).idx;
     assert_eq!(choose().idx, ended);
+}
+
+#[test]
+fn a_stop_ends_the_wait_for_an_answer() {
+    let sources = engines::<1>();
+    let (session, _connections) = open(&fetch_with(None), &sources);
+    let (session, stop) = (&session, &AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(move || {
+            session.ask(&session.sources[0].connections[0], &request(1, 0, 0, false), 1, stop)
+        });
+        // The source takes the request, and does not answer.
+        let limit = Instant::now() + LIMIT;
+        sources[0].next_notification(limit).expect("the request");
+        stop.store(true, Ordering::Relaxed);
+        let outcome = asking.join().expect("it ends").map(|_| ());
+        assert!(matches!(outcome, Err(ReadError::Stopped)), "{outcome:?}");
+        let given_back = sources[0].next_notification(limit).expect("the end of the request");
+        let given_back = wire::decode(&given_back.bytes).expect("a message");
+        assert!(matches!(given_back, Request::Done { id: 1 }), "{given_back:?}");
+    });
+}
+
+/// The first two of four sources get more connections than one, as many as they accept.
+#[test]
+fn a_source_that_accepts_few_connections_is_read_over_these() {
+    let mut sources = engines::<4>();
+    sources[1] = Engine::start(EngineConfig { max_connections: 3, ..EngineConfig::local() })
+        .expect("an engine");
+    let peers = sources.each_ref().map(peer_of);
+    let (fetch, stop) = (fetch_with(None), AtomicBool::new(false));
+    let session = std::thread::scope(|scope| {
+        let opening = scope.spawn(|| Session::open(&fetch, &peers, &[(0, 0)], 8, None, &stop));
+        let _connections = sources.each_ref().map(accept);
+        opening.join().expect("it ends").expect("sources")
+    });
+    let found: Vec<_> = session.sources.iter().map(|source| source.connections.len()).collect();
+    assert_eq!(found, [8, 3, 1, 1]);
 }
 
 #[test]
@@ -163,7 +202,7 @@ fn a_reader_shows_its_peers_the_derived_secret_and_never_the_token() {
     let recording = std::thread::spawn(move || hello_bytes(&listener, &shown));
     let fetch = fetch_with(Some(secret.clone()));
     let peer = Peer { name: "recorder".to_owned(), addr, options: ConnectOptions::default() };
-    let opened = Session::open(&fetch, &[peer], &[(0, 0)], 1, None);
+    let opened = Session::open(&fetch, &[peer], &[(0, 0)], 1, None, &AtomicBool::new(false));
     assert!(opened.is_err(), "the peer answers nothing");
     let bytes = recording.join().expect("the recorder ends");
     assert!(contains(&bytes, secret.reveal()), "token {token}: {bytes:?}");
