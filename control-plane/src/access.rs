@@ -252,20 +252,22 @@ pub(crate) enum Unauthorized {
 /// The identities that a control plane accepts.
 #[derive(Clone, Debug)]
 pub(crate) struct Access {
-    cluster_token: Option<TokenHash>,
+    cluster_tokens: Vec<TokenHash>,
     pub(crate) tokens: Option<Arc<TokenFile>>,
     accepts_certificates: bool,
 }
 
 impl Access {
-    /// `accepts_certificates` says that the listener verifies client certificates.
-    pub(crate) fn new(
-        cluster_token: Option<&str>,
+    /// Each of `cluster_tokens` has all roles. `accepts_certificates` says that the listener verifies client
+    /// certificates.
+    pub(crate) fn new<'a>(
+        cluster_tokens: impl IntoIterator<Item = &'a str>,
         tokens: Option<Arc<TokenFile>>,
         accepts_certificates: bool,
     ) -> Self {
-        let cluster_token = cluster_token.map(|token| TokenHash::of(token.as_bytes()));
-        Self { cluster_token, tokens, accepts_certificates }
+        let cluster_tokens =
+            cluster_tokens.into_iter().map(|token| TokenHash::of(token.as_bytes())).collect();
+        Self { cluster_tokens, tokens, accepts_certificates }
     }
 
     /// Returns false if every process that reaches the port has all roles.
@@ -274,7 +276,7 @@ impl Access {
     }
 
     fn checks_tokens(&self) -> bool {
-        self.cluster_token.is_some() || self.tokens.is_some()
+        !self.cluster_tokens.is_empty() || self.tokens.is_some()
     }
 
     /// The caller behind the value of the header `Authorization`, or else behind a verified certificate. A token comes
@@ -318,7 +320,8 @@ impl Access {
 
     /// Compares hashes, so that the time tells nothing about the token.
     pub(crate) fn is_cluster_token(&self, token: &[u8]) -> bool {
-        self.cluster_token == Some(TokenHash::of(token))
+        let hash = TokenHash::of(token);
+        self.cluster_tokens.iter().any(|known| *known == hash)
     }
 
     /// Returns false once the caller's token has expired or left the token file.

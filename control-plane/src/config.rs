@@ -22,6 +22,9 @@ pub struct ServerConfig {
     /// The cluster's own token, which has all roles. Without it and without [`tokens`](Self::tokens) every request is
     /// accepted. Control planes on one etcd know each other by it.
     pub token: Option<String>,
+    /// The cluster's token before [`token`](Self::token), which stays valid beside it. So the token can be replaced on
+    /// one control plane after the other.
+    pub previous_token: Option<String>,
     /// File with the names, roles and hashes of further tokens: see [`trust::tokens`]. It is read again every second.
     pub tokens: Option<PathBuf>,
     /// File to which each change of the fleet is appended as a line of JSON. `None` keeps changes in memory only.
@@ -63,6 +66,7 @@ impl ServerConfig {
         Self {
             listen: listen.into(),
             token: None,
+            previous_token: None,
             tokens: None,
             audit_log: None,
             lease_ttl: Duration::from_secs(3),
@@ -88,6 +92,11 @@ impl ServerConfig {
         self.token.is_some() || self.tokens.is_some() || self.security.for_listener().is_some()
     }
 
+    /// The valid tokens of the cluster, the present one first.
+    pub(crate) fn cluster_tokens(&self) -> impl Iterator<Item = &str> {
+        [&self.token, &self.previous_token].into_iter().flatten().map(String::as_str)
+    }
+
     /// Checks the settings without any I/O.
     pub(crate) fn check(&self) -> Result<BalancedPlanner, ConfigError> {
         if !(MIN_LEASE_TTL..=MAX_LEASE_TTL).contains(&self.lease_ttl) {
@@ -106,9 +115,9 @@ impl ServerConfig {
         if !(MIN_TARGET_SHARE..=MAX_TARGET_SHARE).contains(&self.target_share) {
             return Err(ConfigError::TargetShare { found: self.target_share.to_string() });
         }
-        if let Some(token) = &self.token
-            && (token.is_empty() || !token.bytes().all(|byte| byte.is_ascii_graphic()))
-        {
+        let is_token =
+            |token: &str| !token.is_empty() && token.bytes().all(|byte| byte.is_ascii_graphic());
+        if !self.cluster_tokens().all(is_token) {
             return Err(ConfigError::Token);
         }
         if let Some(found) = &self.model_fingerprint {

@@ -42,6 +42,8 @@ pub(crate) struct Election {
     pub(crate) own_url: String,
     /// Token of the cluster.
     pub(crate) token: Option<String>,
+    /// For control planes that know no newer one.
+    pub(crate) previous_token: Option<String>,
     pub(crate) security: Security,
     pub(crate) settings: TermSettings,
     pub(crate) roles: Roles,
@@ -233,7 +235,11 @@ impl Election {
     fn client_of(&self, url: &str) -> Result<ControlClient, ClientError> {
         let mut options = ClientOptions::default();
         (options.timeout, options.security) = (PEER_TIMEOUT, self.security.clone());
-        ControlClient::with_options(url, self.token.clone(), options)
+        let client = ControlClient::with_options(url, self.token.clone(), options)?;
+        match &self.previous_token {
+            Some(token) => client.with_fallback_token(token),
+            None => Ok(client),
+        }
     }
 
     fn step_down(&self) {

@@ -55,8 +55,8 @@ pub(crate) struct App {
     forwarder: reqwest::Client,
     pub(crate) limits: Limits,
     pub(crate) exposure: Exposure,
-    /// The cluster's own token, to vouch for callers of forwarded requests.
-    cluster_token: Option<HeaderValue>,
+    /// The cluster's own tokens, to vouch for callers of forwarded requests.
+    cluster_tokens: Vec<HeaderValue>,
     pub(crate) access: Access,
     access_metrics: AccessMetrics,
     pub(crate) audit: AuditLog,
@@ -76,8 +76,8 @@ pub(crate) struct Guarding {
     pub(crate) access: Access,
     pub(crate) metrics: AccessMetrics,
     pub(crate) audit: AuditLog,
-    /// The cluster's own token.
-    pub(crate) cluster_token: Option<String>,
+    /// The cluster's own tokens.
+    pub(crate) cluster_tokens: Vec<String>,
 }
 
 impl App {
@@ -91,18 +91,19 @@ impl App {
         shutdown: tokio::sync::watch::Receiver<bool>,
     ) -> Self {
         let forwarder = forward::client(&exposure.security);
-        let cluster_token = guarding.cluster_token.and_then(|token| {
-            let mut value = HeaderValue::from_str(&token).ok()?;
+        let cluster_tokens = guarding.cluster_tokens.iter().filter_map(|token| {
+            let mut value = HeaderValue::from_str(token).ok()?;
             value.set_sensitive(true);
             Some(value)
         });
+        let cluster_tokens = cluster_tokens.collect();
         let body_memory = BodyMemory::new(limits.max_bodies_bytes, guarding.metrics.clone());
         Self {
             roles,
             boards,
             metrics,
             forwarder,
-            cluster_token,
+            cluster_tokens,
             access: guarding.access,
             access_metrics: guarding.metrics,
             audit: guarding.audit,

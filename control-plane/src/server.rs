@@ -130,6 +130,7 @@ impl Server {
             lease_ttl: etcd.lease,
             own_url,
             token: config.token.clone(),
+            previous_token: config.previous_token.clone(),
             security: config.security.clone(),
             settings,
             roles: roles.clone(),
@@ -250,8 +251,9 @@ fn guarding(config: &ServerConfig, metrics: &Metrics) -> Result<Guarding, BindEr
         BindError::AuditLog { path: path.unwrap_or(Path::new("")).to_owned(), source }
     })?;
     let accepts_certificates = config.security.for_listener().is_some();
-    let access = Access::new(config.token.as_deref(), tokens, accepts_certificates);
-    Ok(Guarding { access, metrics, audit, cluster_token: config.token.clone() })
+    let access = Access::new(config.cluster_tokens(), tokens, accepts_certificates);
+    let cluster_tokens = config.cluster_tokens().map(str::to_owned).collect();
+    Ok(Guarding { access, metrics, audit, cluster_tokens })
 }
 
 /// A task that ends with its owner.

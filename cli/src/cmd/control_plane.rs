@@ -1,6 +1,6 @@
 //! `switchyard control-plane`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -27,7 +27,8 @@ pub struct Args {
     /// --token-file: other users of the host can see arguments.
     #[arg(long, env = "SWITCHYARD_TOKEN", hide_env_values = true)]
     token: Option<String>,
-    /// File with the cluster's own token in one line, if --token is not given.
+    /// File with the cluster's own token in one line, if --token is not given. A second line may have the token before
+    /// it, which stays valid: so several control planes can change their token one after the other.
     #[arg(long, env = "SWITCHYARD_TOKEN_FILE", value_name = "FILE")]
     token_file: Option<PathBuf>,
     /// File with the names, roles and hashes of tokens, as `switchyard token new` writes it. It is read again every
@@ -202,6 +203,21 @@ pub fn parse_spare(text: &str) -> Result<f64, String> {
     }
 }
 
+/// The cluster's token and the previous one, given or read from a file.
+fn cluster_tokens(given: Option<&String>, file: Option<&Path>) -> Result<[Option<String>; 2]> {
+    let Some(text) = super::given_or_read(given, file)? else { return Ok([None, None]) };
+    let Some(file) = file.filter(|_| given.is_none()) else { return Ok([Some(text), None]) };
+    let mut lines = text.lines().map(|line| Some(line.trim().to_owned()));
+    let tokens = [lines.next().flatten(), lines.next().flatten()];
+    if lines.next().is_some() {
+        let file = file.display();
+        bail!(
+            "{file} has more than two lines: expected the cluster's token, and at most the previous one"
+        );
+    }
+    Ok(tokens)
+}
+
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let least = match args.placement {
         PlacementKind::Load => args.replicas.max(1),
@@ -209,7 +225,8 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     };
     let servers = args.servers.unwrap_or(least);
     let mut config = ServerConfig::new(args.listen, servers, args.replicas);
-    config.token = super::given_or_read(args.token.as_ref(), args.token_file.as_deref())?;
+    [config.token, config.previous_token] =
+        cluster_tokens(args.token.as_ref(), args.token_file.as_deref())?;
     config.tokens = args.tokens;
     config.audit_log = args.audit_log;
     config.limits.rates.per_address = args.rate_address;
@@ -258,4 +275,27 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         server.run(super::shutdown_signal()?).await?;
         Ok(ExitCode::SUCCESS)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_file_has_the_token_and_the_previous_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("token");
+        let read = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            cluster_tokens(None, Some(&path)).map(|tokens| tokens.map(Option::unwrap_or_default))
+        };
+        assert_eq!(read("new\n").unwrap(), ["new", ""]);
+        assert_eq!(read("new\r\nold\n").unwrap(), ["new", "old"]);
+        assert!(read("new\nold\nolder\n").unwrap_err().to_string().contains("two lines"));
+        assert!(read("").is_err());
+        let given = "given".to_owned();
+        let tokens = cluster_tokens(Some(&given), Some(&path)).unwrap();
+        assert_eq!(tokens, [Some(given), None]);
+        assert_eq!(cluster_tokens(None, None).unwrap(), [None, None]);
+    }
 }

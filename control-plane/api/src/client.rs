@@ -114,6 +114,18 @@ impl ControlClient {
         Ok(self)
     }
 
+    /// The same client with another token for control planes that refuse the first one. The client keeps to the token
+    /// that was accepted last.
+    ///
+    /// # Errors
+    /// [`ConfigError::Token`] when the token is malformed. [`ConfigError::Insecure`] when it would travel over plain
+    /// HTTP to another host.
+    pub fn with_fallback_token(mut self, token: &str) -> Result<Self, ConfigError> {
+        check_security(&self.planes, true, &self.options.security)?;
+        self.token = Arc::new(self.token.with_fallback(token)?);
+        Ok(self)
+    }
+
     /// A client of the same control planes that shares no connections with this one. Use it on another
     /// runtime.
     ///

@@ -14,31 +14,45 @@ pub(crate) struct TokenSource {
     /// The header, marked as sensitive: its debug form does not show the token.
     header: RwLock<Option<HeaderValue>>,
     path: Option<PathBuf>,
+    /// Fixed tokens that are tried in turn when one is refused.
+    choice: Vec<HeaderValue>,
 }
 
 impl TokenSource {
     /// A token that stays the same.
     pub(crate) fn fixed(token: Option<&str>) -> Result<Self, ConfigError> {
         let header = token.map(header).transpose()?;
-        Ok(Self { header: RwLock::new(header), path: None })
+        Ok(Self { header: RwLock::new(header), path: None, choice: Vec::new() })
+    }
+
+    /// The present token, and another one that is sent if it is refused.
+    pub(crate) fn with_fallback(&self, token: &str) -> Result<Self, ConfigError> {
+        let current = self.current();
+        let choice = current.iter().cloned().chain([header(token)?]).collect();
+        Ok(Self { header: RwLock::new(current), path: None, choice })
     }
 
     /// The token in a file.
     pub(crate) fn file(path: &Path) -> Result<Self, ConfigError> {
         let header = read(path)?;
-        Ok(Self { header: RwLock::new(Some(header)), path: Some(path.to_owned()) })
+        let path = Some(path.to_owned());
+        Ok(Self { header: RwLock::new(Some(header)), path, choice: Vec::new() })
     }
 
     pub(crate) fn current(&self) -> Option<HeaderValue> {
         self.header.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The token that is in the file by now, if it differs from `refused`.
+    /// The token that is in the file by now or the fallback, if it differs from `refused`.
     pub(crate) async fn read_again(&self, refused: Option<HeaderValue>) -> Option<HeaderValue> {
         // Another request may have read it already.
         let current = self.current();
         if current != refused {
             return current;
+        }
+        if let Some(other) = self.choice.iter().find(|&token| Some(token) != refused.as_ref()) {
+            *self.header.write().unwrap_or_else(PoisonError::into_inner) = Some(other.clone());
+            return Some(other.clone());
         }
         let path = self.path.clone()?;
         let task_path = path.clone();
@@ -98,5 +112,19 @@ mod tests {
         assert_eq!(source.read_again(source.current()).await, None);
         let err = TokenSource::file(&path).unwrap_err().to_string();
         assert!(err.contains("cannot be read"), "{err}");
+    }
+
+    #[tokio::test]
+    async fn two_tokens_are_tried_in_turn() {
+        let source = TokenSource::fixed(Some("new")).unwrap().with_fallback("old").unwrap();
+        let new = source.current();
+        assert_eq!(new.as_ref().unwrap(), "Bearer new");
+        assert_eq!(source.read_again(new.clone()).await.unwrap(), "Bearer old");
+        assert_eq!(source.current().unwrap(), "Bearer old");
+        // A request that was sent with the first one goes on with the second.
+        assert_eq!(source.read_again(new).await.unwrap(), "Bearer old");
+        assert_eq!(source.read_again(source.current()).await.unwrap(), "Bearer new");
+        let same = TokenSource::fixed(Some("new")).unwrap().with_fallback("new").unwrap();
+        assert_eq!(same.read_again(same.current()).await, None);
     }
 }

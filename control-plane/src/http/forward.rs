@@ -13,6 +13,9 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use control_api::code;
 use serde::{Deserialize, Serialize};
+use tracing::field::display;
+use tracing::warn;
+use trust::log_limit::LogLimit;
 use trust::tls::{Security, Side, explain};
 use trust::{Credential, Identity};
 
@@ -83,29 +86,71 @@ impl Vouched {
     }
 }
 
+/// The sender of a request.
+#[derive(Debug)]
+pub(super) enum Sender {
+    /// The caller. The connection's certificate is its own.
+    Caller,
+    /// A follower that vouches for the caller.
+    Follower(Vouched),
+    /// A process that says that it has passed the request on, and has none of the cluster's tokens.
+    UnknownFollower,
+}
+
+/// The sender of a request with these headers.
+pub(super) fn sender(access: &Access, headers: &HeaderMap) -> Sender {
+    if let Some(vouched) = vouched(access, headers) {
+        return Sender::Follower(vouched);
+    }
+    let is_forwarded =
+        [FORWARDED, CONTROL_TOKEN, CALLER].iter().any(|name| headers.contains_key(name));
+    // Control planes that ask for no identity have none to confuse.
+    match is_forwarded && access.requires_identity() {
+        true => Sender::UnknownFollower,
+        false => Sender::Caller,
+    }
+}
+
+/// The answer to [`Sender::UnknownFollower`]. Clients take it for that of a control plane without a leader, and go on to
+/// the next one.
+pub(super) fn unknown_follower(address: Option<IpAddr>) -> HttpError {
+    let text = "the control plane that has passed this request on has another cluster token than the leader: \
+                give all control planes of the fleet the same one";
+    if let Some(num_suppressed) = UNKNOWN_FOLLOWER_LOG.allow() {
+        let address = address.map(display);
+        warn!(address, num_suppressed, "{text}");
+    }
+    HttpError::new(code::NO_LEADER, text)
+}
+
 /// The caller that a follower vouches for in these headers.
-pub(super) fn vouched(access: &Access, headers: &HeaderMap) -> Option<Vouched> {
-    let token = headers.get(CONTROL_TOKEN)?;
-    if !access.is_cluster_token(token.as_bytes()) {
+fn vouched(access: &Access, headers: &HeaderMap) -> Option<Vouched> {
+    let mut tokens = headers.get_all(CONTROL_TOKEN).iter().take(MAX_CLUSTER_TOKENS);
+    if !tokens.any(|token| access.is_cluster_token(token.as_bytes())) {
         return None;
     }
     let json = STANDARD.decode(headers.get(CALLER)?.as_bytes()).ok()?;
     serde_json::from_slice(&json).ok()
 }
 
-/// The headers by which a follower vouches for a caller.
+/// The headers by which a follower vouches for a caller. While the cluster's token is replaced they have the new and the
+/// previous one, because the leader may know only one of them.
 fn vouch(
     app: &App,
     request: &axum::http::request::Parts,
-) -> Option<[(HeaderName, HeaderValue); 2]> {
-    let token = app.cluster_token.clone()?;
+) -> Option<Vec<(HeaderName, HeaderValue)>> {
+    if app.cluster_tokens.is_empty() {
+        return None;
+    }
     let holder = |identity: &Identity| Holder { name: identity.name.clone(), role: identity.role };
     let vouched = Vouched {
         certificate: request.extensions.get::<Identity>().map(holder),
         address: request.extensions.get::<Caller>().and_then(|caller| caller.address),
     };
     let text = STANDARD.encode(serde_json::to_vec(&vouched).ok()?);
-    Some([(CONTROL_TOKEN, token), (CALLER, HeaderValue::from_str(&text).ok()?)])
+    let caller = [(CALLER, HeaderValue::from_str(&text).ok()?)];
+    let tokens = app.cluster_tokens.iter().map(|token| (CONTROL_TOKEN, token.clone()));
+    Some(caller.into_iter().chain(tokens).collect())
 }
 
 async fn send(app: &App, following: Following, request: Request) -> Result<Response, HttpError> {
@@ -206,6 +251,9 @@ const CERTIFICATE_REFUSED: &str = "it no longer accepts the certificate of this 
 pub(super) const FORWARDED: HeaderName = HeaderName::from_static("x-switchyard-forwarded");
 /// The cluster's own token, from a follower.
 const CONTROL_TOKEN: HeaderName = HeaderName::from_static("x-switchyard-control-token");
+/// The present token and the previous one.
+const MAX_CLUSTER_TOKENS: usize = 2;
+static UNKNOWN_FOLLOWER_LOG: LogLimit = LogLimit::new();
 /// A [`Vouched`] as JSON in Base64.
 const CALLER: HeaderName = HeaderName::from_static("x-switchyard-caller");
 /// Shorter than the timeout of clients with one URL, so that they learn the reason.
@@ -255,6 +303,8 @@ mod tests {
         assert_eq!(found.address, Some(IpAddr::from([10, 0, 0, 9])));
         assert_eq!(found.identity().unwrap().name, "gpu-1");
         assert!(vouched(&access, &headers("secre")).is_none());
+        let rotating = Access::new(["new", "secret"], None, false);
+        assert!(vouched(&rotating, &headers("secret")).is_some());
         let open = Access::new(None, None, false);
         assert!(vouched(&open, &headers("secret")).is_none());
         let mut headers = headers("secret");

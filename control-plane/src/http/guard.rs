@@ -18,12 +18,13 @@ use super::bodies::{BodyShare, BodySize};
 use super::cross_site::{self, Foreign};
 use super::error::{Failure, HttpError};
 use super::extract::member_id;
+use super::forward::{self, Sender};
 use super::request_id::{REQUEST_ID, RequestId};
-use super::{App, Route, forward, page};
+use super::{App, Route, page};
 use crate::access::audit::Kind;
 use crate::access::metrics::RefusalReason;
 use crate::access::rates::Bucket;
-use crate::access::{Caller, Proof, Rule, visible};
+use crate::access::{Caller, Proof, Rule, Unauthorized, visible};
 
 /// The rules of all routes, by method and path.
 #[derive(Debug, Default)]
@@ -127,22 +128,25 @@ fn identify(
         return Ok(Caller::anonymous(peer));
     }
     let authorization = request.headers().get(AUTHORIZATION).map(HeaderValue::as_bytes);
-    let found = match forward::vouched(&app.access, request.headers()) {
+    let unauthorized =
+        |refusal: Unauthorized| HttpError::new(code::UNAUTHORIZED, refusal.to_string());
+    let found = match forward::sender(&app.access, request.headers()) {
         // The connection's certificate is the follower's.
-        Some(vouched) => {
-            let identity = vouched.identity();
-            app.access.identify(identity.as_ref(), authorization, vouched.address.or(peer))
+        Sender::Follower(vouched) => {
+            let (identity, address) = (vouched.identity(), vouched.address.or(peer));
+            app.access.identify(identity.as_ref(), authorization, address).map_err(unauthorized)
         }
-        None => {
+        Sender::UnknownFollower => Err(forward::unknown_follower(peer)),
+        Sender::Caller => {
             let certificate = request.extensions().get::<Identity>();
-            app.access.identify(certificate, authorization, peer)
+            app.access.identify(certificate, authorization, peer).map_err(unauthorized)
         }
     };
     found.map_err(|refusal| match take(app, Bucket::address(peer), RefusalReason::AddressRate) {
         Err(limited) => limited,
         Ok(()) => {
             app.access_metrics.count_refusal(RefusalReason::Unauthorized);
-            HttpError::new(code::UNAUTHORIZED, refusal.to_string())
+            refusal
         }
     })
 }

@@ -468,7 +468,7 @@ async fn a_follower_passes_the_caller_on() {
     );
     for plane in &planes {
         let answer = raw(plane.addr, head.as_bytes()).await;
-        assert!(answer.starts_with("HTTP/1.1 403"), "{answer}");
+        assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
     }
     let log = client(&viewer).audit(0).await.unwrap();
     let drained = log.entries.iter().find(|entry| entry.action == "drain" && entry.outcome == "ok");

@@ -6,17 +6,22 @@ use std::process::{Child, Stdio};
 use std::sync::Arc;
 
 use control_api::{
-    AddModelRequest, DrainRequest, EditionList, EditionState, LeaseKeeper, LeaseOptions,
-    MemberState, PlacementTable, PlacementWatch, SwitchRequest, WatchOptions, code,
+    AddModelRequest, ClientOptions, ControlError, DrainRequest, EditionList, EditionState,
+    LeaseKeeper, LeaseOptions, MemberState, PlacementTable, PlacementWatch, SwitchRequest,
+    TicketRequest, TicketResponse, TicketRole, WatchOptions, code,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use switchyard_control_plane::EtcdConfig;
 use test_support::etcd::EtcdCluster;
-use tokio::io::AsyncReadExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
+use trust::Role;
+use trust::ticket::SecretKey;
+use trust::tls::ClientCertificates;
 
+use super::tls::{Fleet, security};
 use super::*;
 
 /// Time to live of the leader's lease in etcd.
@@ -549,6 +554,125 @@ async fn a_leader_that_stops_hands_over() {
     eventually("leader", || async { client.leader().await.is_ok_and(|info| info.leads) }).await;
     assert_eq!(client.members().await.unwrap().len(), 1);
     second.stop().await;
+}
+
+/// Control planes over TLS whose tokens of the cluster differ, and callers with certificates.
+struct Mixed {
+    etcd: EtcdCluster,
+    fleet: Fleet,
+}
+
+impl Mixed {
+    fn new() -> Self {
+        let fleet = Fleet::new();
+        fleet.issue(Role::Client, &[]);
+        Self { etcd: EtcdCluster::start(1), fleet }
+    }
+
+    async fn plane(&self, token: &str, previous_token: Option<&str>) -> Plane {
+        let endpoints = self.etcd.endpoints();
+        let mut config = shared_config(endpoints.iter().map(String::as_str), "127.0.0.1:0");
+        config.token = Some(token.to_owned());
+        config.previous_token = previous_token.map(str::to_owned);
+        config.security = security(&self.fleet.folder(Role::Server), ClientCertificates::Optional);
+        Plane::start(config).await
+    }
+
+    /// A caller that has its certificate only.
+    fn caller(&self, plane: &Plane, role: Role) -> ControlClient {
+        let mut options = ClientOptions::default();
+        options.security = security(&self.fleet.folder(role), ClientCertificates::Optional);
+        ControlClient::with_options(&format!("https://{}", plane.addr), None, options).unwrap()
+    }
+
+    async fn ticket(
+        &self,
+        plane: &Plane,
+        role: TicketRole,
+    ) -> Result<TicketResponse, ControlError> {
+        let key = SecretKey::generate().unwrap().public().to_string();
+        let request = TicketRequest { role, ..TicketRequest::new("engine".to_owned(), key) };
+        self.caller(plane, Role::Client).ticket(&request).await
+    }
+
+    async fn leads(&self, plane: &Plane) {
+        let client = self.caller(plane, Role::Client);
+        eventually("leader", async || client.leader().await.is_ok_and(|info| info.leads)).await;
+    }
+
+    /// `follower` passes on the identities of its callers, and shows the placement of the leader.
+    async fn follows(&self, follower: &Plane) {
+        eventually("ticket", async || self.ticket(follower, TicketRole::Client).await.is_ok())
+            .await;
+        let refused = self.ticket(follower, TicketRole::Server).await.unwrap_err();
+        assert_eq!(refused.code(), Some(code::FORBIDDEN), "{refused}");
+        assert!(refused.to_string().contains("has the role client"), "{refused}");
+        let client = self.caller(follower, Role::Client);
+        eventually("placement", async || {
+            client.placement().await.is_ok_and(|table| table.is_complete())
+        })
+        .await;
+    }
+}
+
+/// A follower whose token of the cluster the leader does not know lends its own certificate to no caller.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_follower_with_another_token_gives_its_role_to_no_caller() {
+    let mixed = Mixed::new();
+    let leader = mixed.plane("old", None).await;
+    mixed.leads(&leader).await;
+    let follower = mixed.plane("new", None).await;
+    eventually("refusal", async || {
+        let refused = mixed.ticket(&follower, TicketRole::Server).await.expect_err("no ticket");
+        // Until the follower knows the leader, there is none.
+        assert_eq!(refused.code(), Some(code::NO_LEADER), "{refused}");
+        refused.to_string().contains("another cluster token")
+    })
+    .await;
+    let server = mixed.caller(&follower, Role::Server);
+    let refused = server.register(&request("gpu", 1)).await.unwrap_err();
+    assert_eq!(refused.code(), Some(code::NO_LEADER), "{refused}");
+    let text = format!(
+        "POST /v1/tickets/revoke HTTP/1.1\r\nhost: {}\r\nauthorization: Bearer old\r\n\
+         x-switchyard-forwarded: 1\r\nconnection: close\r\n\r\n",
+        leader.addr
+    );
+    // Its own token does not help a caller: the leader would take the follower's address for that of all callers.
+    let security = security(&mixed.fleet.folder(Role::Server), ClientCertificates::Optional);
+    let stream = TcpStream::connect(leader.addr).await.unwrap();
+    let mut stream = security.tls.unwrap().connect("127.0.0.1", stream).await.unwrap();
+    stream.write_all(text.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    let read = tokio::time::timeout(BOUND, stream.read_to_string(&mut answer)).await;
+    read.expect("an answer in time").unwrap();
+    assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
+    assert!(answer.contains("no_leader"), "{answer}");
+    // The certificate of the caller itself counts on its own connection.
+    assert!(mixed.ticket(&leader, TicketRole::Client).await.is_ok());
+    follower.stop().await;
+    leader.stop().await;
+}
+
+/// The cluster's token changes on one control plane after the other. Leaders and followers know each other meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn control_planes_change_their_token_one_after_the_other() {
+    let mixed = Mixed::new();
+    let old = mixed.plane("old", None).await;
+    mixed.leads(&old).await;
+    let server = mixed.caller(&old, Role::Server);
+    for (name, incarnation) in [("a", 1), ("b", 2), ("c", 3), ("d", 4)] {
+        serve_member(&server, name, incarnation).await;
+    }
+    let both = mixed.plane("new", Some("old")).await;
+    mixed.follows(&both).await;
+    old.stop().await;
+    mixed.leads(&both).await;
+    for token in ["old", "new"] {
+        let follower = mixed.plane(token, None).await;
+        mixed.follows(&follower).await;
+        follower.stop().await;
+    }
+    both.stop().await;
 }
 
 /// Settings and states that cannot work are refused at the start, with one line.

@@ -30,7 +30,7 @@ impl Fleet {
         fleet
     }
 
-    fn issue(&self, role: Role, addresses: &[&str]) {
+    pub(super) fn issue(&self, role: Role, addresses: &[&str]) {
         let (not_before, not_after) = validity_from_now(2);
         let addresses = addresses.iter().map(|&address| address.to_owned()).collect();
         let request = Request { name: "n".to_owned(), role, addresses, not_before, not_after };
