@@ -39,6 +39,14 @@ impl HttpError {
         Self::new(code::BODY_TOO_LARGE, format!("the body is larger than {limit_bytes} bytes"))
     }
 
+    pub(super) fn code(&self) -> &'static str {
+        self.code
+    }
+
+    pub(super) fn message(&self) -> &str {
+        &self.message
+    }
+
     fn status(&self) -> StatusCode {
         match self.code {
             code::UNAUTHORIZED => StatusCode::UNAUTHORIZED,

@@ -52,6 +52,33 @@ pub(super) async fn forward(State(app): State<App>, request: Request, next: Next
     }
 }
 
+/// The reason for which this follower has refused a change, as an extension of the request to the leader.
+#[derive(Clone, Debug)]
+struct RefusedHere(String);
+
+/// The answer to a change that this process refuses. A follower tells the leader, in whose audit log people look for it.
+/// Waits up to [`FORWARD_TIMEOUT`] for the leader. Without an answer, the entry belongs into the log of this process.
+pub(super) async fn refuse(app: &App, mut request: Request, refusal: HttpError) -> Response {
+    let is_noted = match app.roles.current() {
+        Role::Follower(following @ Following { leader_url: Some(_), .. })
+            if refusal.code() == code::FORBIDDEN
+                && !app.cluster_tokens.is_empty()
+                && !request.headers().contains_key(FORWARDED) =>
+        {
+            *request.body_mut() = Body::empty();
+            request.extensions_mut().insert(RefusedHere(refusal.message().to_owned()));
+            let answer = send(app, following, request).await;
+            answer.is_ok_and(|answer| answer.status() == StatusCode::FORBIDDEN)
+        }
+        _ => false,
+    };
+    let mut response = refusal.into_response();
+    if is_noted {
+        response.extensions_mut().insert(Forwarded);
+    }
+    response
+}
+
 pub(super) fn no_leader(reason: &str) -> HttpError {
     HttpError::new(code::NO_LEADER, format!("no control plane leads: {reason}"))
 }
@@ -68,6 +95,10 @@ pub(super) struct Vouched {
     /// Identity of the caller's certificate, which the leader cannot see.
     certificate: Option<Holder>,
     pub(super) address: Option<IpAddr>,
+    /// The follower has refused the change for this reason. The leader does the same, so that its audit log has the
+    /// attempt.
+    #[serde(default)]
+    pub(super) refusal: Option<String>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -146,6 +177,7 @@ fn vouch(
     let vouched = Vouched {
         certificate: request.extensions.get::<Identity>().map(holder),
         address: request.extensions.get::<Caller>().and_then(|caller| caller.address),
+        refusal: request.extensions.get::<RefusedHere>().map(|refused| refused.0.clone()),
     };
     let text = STANDARD.encode(serde_json::to_vec(&vouched).ok()?);
     let caller = [(CALLER, HeaderValue::from_str(&text).ok()?)];

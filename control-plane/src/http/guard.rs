@@ -86,12 +86,18 @@ pub(super) async fn guard(State(app): State<App>, mut request: Request, next: Ne
     let id = RequestId::of(request.headers());
     let mut response = match identify(&app, &entry, path.as_deref(), &request) {
         Err(refusal) => refusal.into_response(),
-        Ok(caller) => {
+        Ok((caller, refused)) => {
             recognise(&entry, &request);
             let member = member_of(path.as_deref(), request.uri().path());
             let response = match admit(&app, &entry, &caller, member.as_ref())
                 .and_then(|()| check_site(&app, &entry, &caller, &request))
+                .and_then(|()| refused.map_or(Ok(()), Err))
             {
+                Err(refusal) if entry.action.is_some() => {
+                    request.extensions_mut().insert(caller.clone());
+                    request.extensions_mut().insert(id.clone());
+                    forward::refuse(&app, request, refusal).await
+                }
                 Err(refusal) => refusal.into_response(),
                 Ok(()) => {
                     request.extensions_mut().insert(caller.clone());
@@ -111,13 +117,14 @@ pub(super) async fn guard(State(app): State<App>, mut request: Request, next: Ne
     response
 }
 
-/// Finds the caller. Requests without an identity count against their address.
+/// Finds the caller, and the reason for which a follower has refused the request. Requests without an identity count
+/// against their address.
 fn identify(
     app: &App,
     entry: &Entry,
     path: Option<&str>,
     request: &Request,
-) -> Result<Caller, HttpError> {
+) -> Result<(Caller, Option<HttpError>), HttpError> {
     let peer = request.extensions().get::<PeerAddr>().map(|peer| peer.0.ip());
     if entry.rule == Rule::Open {
         let bucket = match path {
@@ -125,7 +132,7 @@ fn identify(
             _ => Bucket::address(peer),
         };
         take(app, bucket, RefusalReason::AddressRate)?;
-        return Ok(Caller::anonymous(peer));
+        return Ok((Caller::anonymous(peer), None));
     }
     let authorization = request.headers().get(AUTHORIZATION).map(HeaderValue::as_bytes);
     let unauthorized =
@@ -134,12 +141,15 @@ fn identify(
         // The connection's certificate is the follower's.
         Sender::Follower(vouched) => {
             let (identity, address) = (vouched.identity(), vouched.address.or(peer));
-            app.access.identify(identity.as_ref(), authorization, address).map_err(unauthorized)
+            let found = app.access.identify(identity.as_ref(), authorization, address);
+            let refused = vouched.refusal.map(|text| HttpError::new(code::FORBIDDEN, text));
+            found.map(|caller| (caller, refused)).map_err(unauthorized)
         }
         Sender::UnknownFollower => Err(forward::unknown_follower(peer)),
         Sender::Caller => {
             let certificate = request.extensions().get::<Identity>();
-            app.access.identify(certificate, authorization, peer).map_err(unauthorized)
+            let found = app.access.identify(certificate, authorization, peer);
+            found.map(|caller| (caller, None)).map_err(unauthorized)
         }
     };
     found.map_err(|refusal| match take(app, Bucket::address(peer), RefusalReason::AddressRate) {

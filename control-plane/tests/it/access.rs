@@ -470,7 +470,27 @@ async fn a_follower_passes_the_caller_on() {
         let answer = raw(plane.addr, head.as_bytes()).await;
         assert!(answer.starts_with("HTTP/1.1 503"), "{answer}");
     }
+    // A page of another site, with the rights of the operator who reads it.
+    let head = format!(
+        "POST /v1/members/{member}/resume HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\
+         Authorization: Bearer {operator}\r\nOrigin: https://evil.example\r\nx-request-id: evil-page\r\n\r\n"
+    );
+    let answer = raw(follower.addr, head.as_bytes()).await;
+    assert!(answer.starts_with("HTTP/1.1 403") && answer.contains("another site"), "{answer}");
+    let members = client(&viewer).members().await.unwrap();
+    assert_eq!(members[0].state, MemberState::Draining);
     let log = client(&viewer).audit(0).await.unwrap();
+    // The follower refuses these, and the leader's log has them.
+    for (name, action, words) in
+        [("viewer", "drain", "has the role viewer"), ("operator", "resume", "another site")]
+    {
+        let mut refused = log.entries.iter().filter(|entry| entry.outcome == code::FORBIDDEN);
+        let entry = refused.find(|entry| (&*entry.name, &*entry.action) == (name, action));
+        let entry = entry.unwrap_or_else(|| panic!("{name} is not in {log:?}"));
+        assert!(entry.detail.as_ref().is_some_and(|detail| detail.contains(words)), "{entry:?}");
+        assert_eq!(entry.address.as_deref(), Some("127.0.0.1"));
+        assert_eq!(entry.target.as_deref(), Some(member.as_str()));
+    }
     let drained = log.entries.iter().find(|entry| entry.action == "drain" && entry.outcome == "ok");
     let drained = drained.unwrap_or_else(|| panic!("{log:?}"));
     assert_eq!(
