@@ -77,7 +77,7 @@ impl TicketCheck for TicketGate {
         &self,
         shown: Option<&ShownTicket>,
         binding: &HandshakeBinding<'_>,
-    ) -> Result<(), Reject> {
+    ) -> Result<Option<Box<str>>, Reject> {
         let refused = |message: String| Err(Reject::new(RejectCode::TICKET, message));
         let Some(shown) = shown else {
             return refused(
@@ -102,11 +102,17 @@ impl TicketCheck for TicketGate {
         match self.gate.check(ticket, proof, &handshake, self.role, keys, least_epoch, now) {
             Ok(claims) => {
                 tracing::debug!(client = claims.client, epoch = claims.epoch, "a ticket is used");
-                Ok(())
+                Ok(counted_holder(claims.holder))
             }
             Err(error) => refused(error.to_string()),
         }
     }
+}
+
+/// The holder of a ticket if it is one identity. A holder with an address stands for all that share the cluster's token,
+/// or need none: a whole fleet may be behind one address.
+fn counted_holder(holder: String) -> Option<Box<str>> {
+    (!holder.contains(' ')).then(|| holder.into_boxed_str())
 }
 
 #[cfg(test)]

@@ -32,6 +32,7 @@ mod listener;
 mod liveness;
 mod policy;
 mod sentry;
+mod share;
 mod stream;
 mod ticket;
 pub mod wire;

@@ -156,7 +156,7 @@ async fn a_different_slot_is_refused_with_both_numbers() {
     assert!(matches!(connect(server.addr, hello(b""), config).await, Err(ConnectError::Slot(_))));
 }
 
-/// Admits the ticket `good`, whose proof repeats the length of the hello.
+/// Admits the tickets `good` and `good too`, whose proofs repeat the length of the hello. Each is its own holder.
 #[derive(Debug)]
 struct LengthCheck;
 
@@ -165,9 +165,13 @@ impl TicketCheck for LengthCheck {
         &self,
         shown: Option<&ShownTicket>,
         binding: &HandshakeBinding<'_>,
-    ) -> Result<(), Reject> {
+    ) -> Result<Option<Box<str>>, Reject> {
         match shown {
-            Some(shown) if *shown == ticket("good", binding) => Ok(()),
+            Some(shown)
+                if ["good", "good too"].map(|text| ticket(text, binding)).contains(shown) =>
+            {
+                Ok(Some(shown.ticket.clone().into()))
+            }
             found => Err(Reject::new(RejectCode::TICKET, format!("found {found:?}"))),
         }
     }
@@ -300,6 +304,29 @@ async fn upper_layers_and_limits_refuse_peers() {
     let too_long = hello(&[0; 4097]);
     let error = connect(server.addr, too_long, connect_config()).await.unwrap_err();
     assert!(error.to_string().contains("4097"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_holder_of_tickets_keeps_no_other_one_out() {
+    let tickets: Option<Arc<dyn TicketCheck>> = Some(Arc::new(LengthCheck));
+    let mut server = serve(ListenerConfig { tickets, max_peers: 4, ..listener_config() }).await;
+    let shows = |text| -> ConnectConfig {
+        let source: Arc<dyn TicketSource> = Arc::new(Tickets(text));
+        ConnectConfig { tickets: Some(source), ..connect_config() }
+    };
+    let mut held = Vec::new();
+    for text in ["good", "good", "good too", "good too"] {
+        let here = connect(server.addr, hello(b""), shows(text)).await.expect("a place");
+        held.push((here, within(server.peers.recv()).await.unwrap()));
+        if held.len() == 2 {
+            let reject = rejected(server.addr, hello(b""), shows("good")).await;
+            assert_eq!(reject.code, RejectCode::FULL);
+            assert!(reject.message.contains("2 peers with tickets of one identity"), "{reject}");
+        }
+    }
+    // The end of a connection gives the holder its place back.
+    drop(held.remove(0));
+    connect(server.addr, hello(b""), shows("good")).await.expect("a place");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -8,10 +8,14 @@ use p2p_core::bootstrap::{HandshakeBinding, Reject, RejectCode, ShownTicket, Tic
 pub(crate) struct ServersOnly;
 
 impl TicketCheck for ServersOnly {
-    fn check(&self, _: Option<&ShownTicket>, binding: &HandshakeBinding<'_>) -> Result<(), Reject> {
+    fn check(
+        &self,
+        _: Option<&ShownTicket>,
+        binding: &HandshakeBinding<'_>,
+    ) -> Result<Option<Box<str>>, Reject> {
         let found = match binding.peer {
             Some(Identity { role: Role::Server, credential: Credential::Certificate, .. }) => {
-                return Ok(());
+                return Ok(None);
             }
             Some(Identity { name, role, .. }) => format!("that of {name} has the role {role}"),
             None => "the peer's certificate names no role".to_owned(),
@@ -34,7 +38,7 @@ mod tests {
             let credential = Credential::Certificate;
             let holder = Identity { name: "holder".to_owned(), role, credential };
             match (check(Some(&holder)), role) {
-                (outcome, Role::Server) => assert_eq!(outcome, Ok(())),
+                (outcome, Role::Server) => assert_eq!(outcome, Ok(None)),
                 (outcome, _) => {
                     let text = outcome.expect_err("another role").message;
                     assert!(text.contains("holder has the role") && text.contains(role.name()));

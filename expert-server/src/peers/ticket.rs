@@ -82,7 +82,11 @@ impl TicketSource for MemberTicket {
 pub(super) struct NoPeers;
 
 impl TicketCheck for NoPeers {
-    fn check(&self, _: Option<&ShownTicket>, _: &HandshakeBinding<'_>) -> Result<(), Reject> {
+    fn check(
+        &self,
+        _: Option<&ShownTicket>,
+        _: &HandshakeBinding<'_>,
+    ) -> Result<Option<Box<str>>, Reject> {
         let text = "this port belongs to a server that reads weights, and gives none";
         Err(Reject::new(RejectCode::TICKET, text.to_owned()))
     }

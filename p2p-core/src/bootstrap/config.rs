@@ -85,7 +85,7 @@ pub struct ListenerConfig {
     /// Most handshakes under way. Beyond it, a newcomer evicts the oldest silent one. A quarter of
     /// the process's limit on open files is a second bound, so that connected peers keep theirs.
     pub max_handshakes: usize,
-    /// Most peers connected at the same time.
+    /// Most peers connected at the same time. One holder of tickets may have half of them.
     pub max_peers: usize,
     /// Time after which a host that does not answer counts as gone.
     pub liveness_timeout: Duration,

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, ToSocketAddrs, UnixListener, UnixStream, lookup_host};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use trust::tls::HandshakeError;
@@ -23,6 +23,7 @@ use super::admission::{Admission, HandshakeEntry};
 use super::background_drop::BackgroundDrop;
 use super::liveness::Liveness;
 use super::policy::{check_device, check_secret, check_slot, choose_transports, refusal_of};
+use super::share::{PeerPlace, PeerPlaces};
 use super::stream::Stream;
 use super::wire::{self, Hello, KIND_HELLO, KIND_READY, KIND_TICKET, Welcome, WireError};
 use super::{
@@ -80,7 +81,7 @@ struct Shared {
     rendezvous_name: Nonce,
     /// Handshakes that wait for descriptors.
     waiting: Mutex<HashMap<Nonce, oneshot::Sender<RendezvousResult>>>,
-    peers: Arc<Semaphore>,
+    peers: PeerPlaces,
     stats: Arc<ListenerStats>,
 }
 
@@ -116,7 +117,7 @@ impl Listener {
             host: HostIdentity::of_this_process(),
             rendezvous_name,
             waiting: Mutex::default(),
-            peers: Arc::new(Semaphore::new(config.max_peers.min(Semaphore::MAX_PERMITS))),
+            peers: PeerPlaces::new(config.max_peers),
             stats: Arc::default(),
             config,
         };
@@ -455,7 +456,7 @@ struct Agreement {
 
 /// The slots of a connection. The permit is dropped last, so a peer that is admitted instead finds
 /// the memory free.
-type Slots = (Channel<AnyEndpoint>, Option<DeviceSlots>, OwnedSemaphorePermit);
+type Slots = (Channel<AnyEndpoint>, Option<DeviceSlots>, PeerPlace);
 
 impl Agreement {
     fn into_connection(
@@ -493,20 +494,20 @@ where
     let broken = |e: io::Error| HandshakeEnd::Broken(e.to_string());
     let (shown, hello, bytes) = read_opening(stream).await?;
     // First of all checks, so that a peer without a ticket learns nothing and costs nothing.
-    if let Some(tickets) = &shared.config.tickets {
-        let (channel, peer) = (stream.channel_binding(), stream.peer_identity());
-        let binding = HandshakeBinding { channel, hello: &bytes, peer: peer.as_ref() };
-        tickets.check(shown.as_ref(), &binding)?;
-    }
+    let holder = match &shared.config.tickets {
+        Some(tickets) => {
+            let (channel, peer) = (stream.channel_binding(), stream.peer_identity());
+            let binding = HandshakeBinding { channel, hello: &bytes, peer: peer.as_ref() };
+            tickets.check(shown.as_ref(), &binding)?
+        }
+        None => None,
+    };
     check_secret(&shared.config, &hello)?;
     entry.mark_valid();
     check_slot(&shared.config, &hello)?;
     check_device(&shared.config, &hello)?;
     let choices = choose_transports(&shared.config, &shared.host, &hello)?;
-    let permit = Arc::clone(&shared.peers).try_acquire_owned().map_err(|_| {
-        let max = shared.config.max_peers;
-        Reject::new(RejectCode::FULL, format!("{max} peers are connected, which is the limit"))
-    })?;
+    let permit = shared.peers.take(holder)?;
     let reply = accept(&hello.peer)?;
     if reply.len() > MAX_PAYLOAD_BYTES {
         tracing::error!(found = reply.len(), max = MAX_PAYLOAD_BYTES, "reply payload too long");

@@ -8,10 +8,10 @@ use std::time::Duration;
 use rustix::net::sockopt;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
-use tokio::sync::OwnedSemaphorePermit;
 
 use super::close::CloseReason;
 use super::sentry::SentrySocket;
+use super::share::PeerPlace;
 use super::stream::Stream;
 
 /// Watches one peer. Dropping it closes the connection soon afterwards, on another thread, and the
@@ -20,7 +20,7 @@ use super::stream::Stream;
 pub struct Liveness {
     /// Its event wakes tasks of the runtime.
     socket: AsyncFd<SentrySocket>,
-    _permit: Option<OwnedSemaphorePermit>,
+    _permit: Option<PeerPlace>,
 }
 
 impl Liveness {
@@ -37,7 +37,7 @@ impl Liveness {
     }
 
     /// Counts the peer as connected as long as this lives.
-    pub(super) fn holding(self, permit: OwnedSemaphorePermit) -> Self {
+    pub(super) fn holding(self, permit: PeerPlace) -> Self {
         Self { _permit: Some(permit), ..self }
     }
 

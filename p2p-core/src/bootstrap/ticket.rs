@@ -43,7 +43,8 @@ pub trait TicketSource: fmt::Debug + Send + Sync {
 /// refused peer learns the reason and nothing else.
 pub trait TicketCheck: fmt::Debug + Send + Sync {
     /// Admits the handshake, or gives the reason to refuse it. `shown` is `None` if the peer shows no ticket. Does not
-    /// block.
+    /// block. Returns the holder of the ticket: a listener lets one holder have half of its peers. Peers without one
+    /// count in total only.
     ///
     /// # Errors
     /// The reason to refuse, with code [`RejectCode::TICKET`](super::RejectCode::TICKET).
@@ -51,5 +52,5 @@ pub trait TicketCheck: fmt::Debug + Send + Sync {
         &self,
         shown: Option<&ShownTicket>,
         binding: &HandshakeBinding<'_>,
-    ) -> Result<(), Reject>;
+    ) -> Result<Option<Box<str>>, Reject>;
 }
