@@ -292,7 +292,8 @@ impl Membership {
                     false => tracing::info!("the drain was taken back"),
                 }
             }
-            self.health.set_lease(now.status == LeaseStatus::Leased);
+            let is_refused = now.last_error_code.as_deref() == Some(code::UNAUTHORIZED);
+            self.health.set_lease(now.status == LeaseStatus::Leased, is_refused);
             match now.status {
                 LeaseStatus::Left => return Ok(()),
                 LeaseStatus::Failed => {

@@ -106,6 +106,8 @@ pub(crate) struct Health {
     pub(crate) has_lease: AtomicBool,
     /// True from the first lease on.
     pub(crate) had_lease: AtomicBool,
+    /// True while the control plane refuses the token or certificate of this server.
+    pub(crate) is_refused: AtomicBool,
     pub(crate) tls: Option<Tls>,
 }
 
@@ -144,7 +146,7 @@ impl Health {
         }
         // Without a control plane the last placement stays in force, and data flows.
         if self.needs_lease && !self.had_lease.load(Ordering::Relaxed) {
-            return Err("the control plane has given no lease yet".to_owned());
+            return Err(format!("the control plane has given no lease yet{}", self.refusal()));
         }
         Ok(())
     }
@@ -155,10 +157,20 @@ impl Health {
             return Some(format!("the TLS files cannot be used: {reason}"));
         }
         let is_lost = self.needs_lease && !self.has_lease.load(Ordering::Relaxed);
-        is_lost.then(|| "the control plane's lease is not held".to_owned())
+        is_lost.then(|| format!("the control plane's lease is not held{}", self.refusal()))
     }
 
-    pub(crate) fn set_lease(&self, has_lease: bool) {
+    /// Reason why there is no lease, if waiting does not help.
+    fn refusal(&self) -> &'static str {
+        match self.is_refused.load(Ordering::Relaxed) {
+            true => ": it refuses the token or certificate of this server",
+            false => "",
+        }
+    }
+
+    /// `is_refused` says that the last request was refused for want of an identity.
+    pub(crate) fn set_lease(&self, has_lease: bool, is_refused: bool) {
+        self.is_refused.store(is_refused, Ordering::Relaxed);
         self.has_lease.store(has_lease, Ordering::Relaxed);
         if has_lease {
             self.had_lease.store(true, Ordering::Relaxed);

@@ -3,11 +3,13 @@
 
 use std::future::Future;
 use std::io;
+use std::mem::{Discriminant, discriminant};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 use tracing::{debug, info, warn};
+use trust::log_limit::LogLimit;
 
 use crate::backoff::Backoff;
 use crate::client::ControlClient;
@@ -153,6 +155,7 @@ impl LeaseKeeper {
             name_wait: None,
             assignment_version: 0,
             is_drained: false,
+            outage: Outage::default(),
         };
         let body = move || {
             runtime.block_on(worker.run());
@@ -290,6 +293,25 @@ struct Worker {
     /// Version of the assignment in the published state.
     assignment_version: u64,
     is_drained: bool,
+    outage: Outage,
+}
+
+/// The failure of the last request, to log each kind of failure of an outage.
+#[derive(Debug, Default)]
+struct Outage {
+    kind: Option<(Discriminant<ControlError>, Option<String>)>,
+    lines: LogLimit,
+}
+
+impl Outage {
+    /// Returns true if a failure should be in the log: it begins an outage, or is of another kind than the one before.
+    /// Kinds that change all the time are limited.
+    fn is_news(&mut self, err: &ControlError, has_begun: bool) -> bool {
+        let kind = Some((discriminant(err), err.code().map(str::to_owned)));
+        let is_same = has_begun && self.kind == kind;
+        self.kind = kind;
+        !is_same && self.lines.allow().is_some()
+    }
 }
 
 /// Action after one step of the worker.
@@ -539,8 +561,8 @@ impl Worker {
             (_, true) => LeaseStatus::Lost,
             (_, false) => LeaseStatus::Leased,
         };
-        let is_new = self.state.borrow().last_error.is_none();
-        if is_new {
+        let has_begun = self.state.borrow().last_error.is_some();
+        if self.outage.is_news(err, has_begun) {
             warn!(name = self.registration.name, error = %err, "request to the control plane failed, retrying");
         } else {
             debug!(name = self.registration.name, error = %err, "request to the control plane still fails");
@@ -636,3 +658,35 @@ const LEAST_REFRESH: Duration = Duration::from_millis(10);
 const NAME_WAIT_LEASES: u32 = 2;
 /// Time to live before the control plane has sent one.
 const FALLBACK_TTL: Duration = Duration::from_secs(3);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A refused token must not hide behind a control plane that could not be reached before.
+    #[test]
+    fn each_kind_of_failure_of_an_outage_is_news() {
+        let (url, message) = ("http://plane:7070".to_owned(), "unknown".to_owned());
+        let unreachable =
+            |reason: &str| ControlError::Unreachable { url: url.clone(), reason: reason.to_owned() };
+        let rejected = |code: &str| {
+            let (code, message) = (code.to_owned(), message.clone());
+            ControlError::Rejected { status: 503, code, message }
+        };
+        let refused = ControlError::Unauthorized { url: url.clone(), message: message.clone() };
+        let mut outage = Outage::default();
+        assert!(outage.is_news(&unreachable("refused"), false));
+        assert!(!outage.is_news(&unreachable("reset"), true));
+        assert!(outage.is_news(&refused, true));
+        assert!(!outage.is_news(&refused, true));
+        assert!(outage.is_news(&rejected(code::NO_LEADER), true));
+        assert!(outage.is_news(&rejected(code::STORE_READ_ONLY), true));
+        // Another outage, of the same kind.
+        assert!(outage.is_news(&rejected(code::STORE_READ_ONLY), false));
+        let flapping = (0..1000).filter(|round| match round % 2 {
+            0 => outage.is_news(&refused, true),
+            _ => outage.is_news(&unreachable("refused"), true),
+        });
+        assert!(flapping.count() < 100);
+    }
+}

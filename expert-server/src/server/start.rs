@@ -99,6 +99,7 @@ pub(super) async fn start(
         needs_lease: has_control_plane,
         has_lease: AtomicBool::new(false),
         had_lease: AtomicBool::new(false),
+        is_refused: AtomicBool::new(false),
         tls: config.security.tls.clone(),
     });
     // Served before the experts are loaded, so that a monitor can tell a load from a hang.
@@ -196,7 +197,7 @@ pub(super) async fn start(
     data.load().set_loading(Arc::clone(&loader.progress));
     // Cannot be set yet: this is the only place that sets it.
     let _ = health.data.set(Arc::clone(data.status()));
-    health.set_lease(keeper.is_some());
+    health.set_lease(keeper.is_some(), false);
     if let Some(keeper) = &keeper {
         keeper.set_ready(held.clone());
     }

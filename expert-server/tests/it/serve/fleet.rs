@@ -26,7 +26,12 @@ struct ControlPlane {
 impl ControlPlane {
     /// Two servers, every expert on one of them, short leases.
     async fn start(listen: &str, dir: &Path) -> Self {
+        Self::start_with_token(listen, dir, None).await
+    }
+
+    async fn start_with_token(listen: &str, dir: &Path, token: Option<&str>) -> Self {
         let mut config = ControlConfig::new(listen, 2, 1);
+        config.token = token.map(str::to_owned);
         config.lease_ttl = Duration::from_secs(2);
         config.data_dir = Some(dir.to_owned());
         let server = Server::bind(config).await.expect("the control plane binds");
@@ -122,6 +127,18 @@ async fn members_share_the_experts_outlive_a_restart_of_the_control_plane_and_le
         assert!(text.contains("switchyard_server_ready 1"), "{text}");
         assert!(text.contains("switchyard_server_lease_held 0"), "{text}");
     }
+    // A token that the servers lack is named, although the outage began without a control plane.
+    let control = ControlPlane::start_with_token(&listen, dir.path(), Some("another")).await;
+    let addr = a.metrics_addr().expect("metrics are served");
+    loop {
+        let answer = get(addr, "/readyz").await;
+        if answer.ends_with("lease is not held: it refuses the token or certificate of this server\n") {
+            break;
+        }
+        assert!(Instant::now() < deadline, "a refused token shows in readiness: {answer}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    control.stop().await;
     let control = ControlPlane::start(&listen, dir.path()).await;
     a.serving(PATIENCE).await.expect("a is back");
     b.serving(PATIENCE).await.expect("b is back");
