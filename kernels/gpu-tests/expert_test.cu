@@ -1,7 +1,8 @@
 // The expert stage against double precision on the host, and its speed.
 //
 //   expert_test [--seed N]                        correctness, small shapes
-//   expert_test --few [--dtype bf16|fp8] [--seed N]   the same, of tiles in parts only
+//   expert_test --few [--dtype bf16|fp8] [--seed N]   the same, of tiles in parts only, without the
+//                                                 bits of whole tiles
 //   expert_test --expire [--seed N]               copies that never complete
 //   expert_test --bench [--bf16-rate TFLOP/s] [--fp8-rate TFLOP/s] [--dtype bf16|fp8] [--tokens N]
 //                                                 one JSON line per model, type and tokens per
@@ -266,18 +267,28 @@ struct Activations {
     }
     uint32_t values_per_panel() const { return fp8 ? 128 : 64; }
     double value(uint64_t row, uint32_t i) const {
+        const uint64_t found = bits(row, i);
+        if (!fp8)
+            return reference::from_bf16(static_cast<uint16_t>(found));
+        const uint32_t scale_bits = static_cast<uint32_t>(found >> 32);
+        float scale;
+        memcpy(&scale, &scale_bits, 4);
+        return double{reference::from_e4m3(static_cast<uint8_t>(found))} * scale;
+    }
+    // The value as it is stored: bf16, or a code with the bits of its scale above.
+    uint64_t bits(uint64_t row, uint32_t i) const {
         const uint64_t panel = i / values_per_panel();
         const uint32_t at = i % values_per_panel() * (fp8 ? 1 : 2);
         const uint8_t* chunk =
             &bytes[(panel * num_rows + row) * 128 + ((at / 16) ^ (row & 7)) * 16 + at % 16];
         if (!fp8) {
-            uint16_t bits;
-            memcpy(&bits, chunk, 2);
-            return reference::from_bf16(bits);
+            uint16_t bf16;
+            memcpy(&bf16, chunk, 2);
+            return bf16;
         }
-        float scale;
+        uint32_t scale;
         memcpy(&scale, &bytes[num_panels * num_rows * 128 + (panel * num_rows + row) * 4], 4);
-        return double{reference::from_e4m3(*chunk)} * scale;
+        return uint64_t{scale} << 32 | *chunk;
     }
 };
 
@@ -293,6 +304,48 @@ struct Error {
 
 // Cases that were further off than they may be.
 int num_bad = 0;
+// Whether results are compared with those of whole tiles, bit by bit.
+bool compares_tiles = true;
+
+// Both products of a stage, into poisoned memory.
+void compute(const Stage& stage, const sy_expert_compute_params& params, size_t num_out) {
+    CHECK_CUDA(cudaMemset(stage.params.rows, 0xff, stage.rows_bytes));
+    CHECK_CUDA(cudaMemset(stage.params.activation, 0xff, stage.activation_bytes));
+    CHECK_CUDA(cudaMemset(stage.params.expert_out, 0xff, num_out * 2));
+    CHECK_CUDA(cudaDeviceSynchronize());
+    CHECK_LAUNCH(sy_launch_expert_compute(&params, nullptr));
+    CHECK_CUDA(cudaDeviceSynchronize());
+}
+
+// Computes the products again, and compares their bits with `out` and `activations`: without parts
+// of the first product that meet in memory, and by one block, which has whole tiles only. A value
+// is summed up in the same order either way.
+void compare_with_whole_tiles(const Stage& stage, const Case& c,
+                              const std::vector<uint64_t>& first_row,
+                              const std::vector<uint16_t>& out, const Activations& activations) {
+    sy_expert_compute_params meets_nowhere = stage.params, one_block = stage.params;
+    meets_nowhere.tile_arrivals = nullptr;
+    one_block.num_blocks = 1;
+    for (const sy_expert_compute_params* params : {&meets_nowhere, &one_block}) {
+        const char* way = params == &one_block ? "one block" : "no words for arrivals";
+        compute(stage, *params, out.size());
+        const auto whole_out = download<uint16_t>(stage.params.expert_out, out.size());
+        const Activations whole(stage, c);
+        for (uint32_t expert = 0; expert < c.counts.size(); ++expert)
+            for (uint32_t entry = 0; entry < c.counts[expert]; ++entry)
+                for (uint32_t i = 0; i < c.inter; ++i) {
+                    const uint64_t row = first_row[expert] + entry;
+                    CHECK(whole.bits(row, i) == activations.bits(row, i),
+                          "%s: expert %u entry %u of %u, value %u of the first product is "
+                          "%" PRIx64 ", in parts %" PRIx64,
+                          way, expert, entry, c.counts[expert], i, whole.bits(row, i),
+                          activations.bits(row, i));
+                }
+        for (size_t i = 0; i < out.size(); ++i)
+            CHECK(whole_out[i] == out[i], "%s: value %zu of entry %zu is %04x, in parts %04x", way,
+                  i % c.hidden, i / c.hidden, whole_out[i], out[i]);
+    }
+}
 
 void check(const Case& c, uint64_t seed) {
     Stage stage(c, seed);
@@ -328,12 +381,7 @@ void check(const Case& c, uint64_t seed) {
     if (fp8_rows)
         upload(stage.slot + stage.scales(), scales.data(), scales.size() * 4);
     const size_t num_out = size_t{c.num_rows} * c.top_k * c.hidden;
-    CHECK_CUDA(cudaMemset(stage.params.rows, 0xff, stage.rows_bytes));
-    CHECK_CUDA(cudaMemset(stage.params.activation, 0xff, stage.activation_bytes));
-    CHECK_CUDA(cudaMemset(stage.params.expert_out, 0xff, num_out * 2));
-    CHECK_CUDA(cudaDeviceSynchronize());
-    CHECK_LAUNCH(sy_launch_expert_compute(&stage.params, nullptr));
-    CHECK_CUDA(cudaDeviceSynchronize());
+    compute(stage, stage.params, num_out);
     const uint32_t num_experts = c.counts.size();
     const Matrices gate_up =
         read_matrices(stage.gate_up, stage.gate_up_scale, num_experts * 2, c.inter, c.hidden);
@@ -392,6 +440,8 @@ void check(const Case& c, uint64_t seed) {
     num_bad += !(worst[0] < bounds[0] && worst[1] < bounds[1]);
     for (size_t i = size_t{stage.num_entries} * c.hidden; i < out.size(); ++i)
         CHECK(out[i] == 0xffff, "value %zu behind the last entry was written", i);
+    if (compares_tiles)
+        compare_with_whole_tiles(stage, c, first_row, out, activations);
 }
 
 double copy_rate() {
@@ -643,6 +693,7 @@ int main(int argc, char** argv) {
         return 0;
     }
     if (is_few) {
+        compares_tiles = false;
         for (const uint32_t weights : dtypes)
             for (const uint32_t rows : {SY_DTYPE_BF16, SY_DTYPE_F8_E4M3})
                 few(rows, weights, seed);

@@ -5,7 +5,8 @@
 #   run-bench.sh [OUTPUT FOLDER]     writes raw.jsonl, summary.md, README.md and more there, by default into
 #                                    results/<date>-<host>
 #
-# SWITCHYARD_BENCH_SECTIONS picks some of: p2p layers sms experts service nic proxy baseline
+# SWITCHYARD_BENCH_SECTIONS picks some of: p2p layers sms experts service weights nic proxy baseline
+# SWITCHYARD_BENCH_MODEL is the checkpoint that `weights` loads, by default a small one.
 set -u
 cd "$(dirname "$0")"
 if [ programs.tar.xz -nt .unpacked ]; then
@@ -21,7 +22,7 @@ today=$(date -u +%Y-%m-%d) host=$(uname -n)
 out=${1:-results/$today-$host}
 mkdir -p "$out"
 # Nothing of an earlier run, which the summary would take for this one's.
-rm -f "$out"/{p2p,service-*}.json "$out"/{peak,baseline}.jsonl "$out"/proxy-*.txt
+rm -f "$out"/{p2p,service-*}.json "$out"/{peak,baseline,weights}.jsonl "$out"/proxy-*.txt
 export CUDA_MODULE_LOADING=EAGER
 num_gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')
 if [ "$num_gpus" -lt 2 ]; then
@@ -32,7 +33,7 @@ ranks=$((num_gpus >= 4 ? 4 : 2))
 raw=$out/raw.jsonl
 : > "$raw"
 code=0
-sections=" ${SWITCHYARD_BENCH_SECTIONS:-p2p layers sms experts service nic proxy baseline} "
+sections=" ${SWITCHYARD_BENCH_SECTIONS:-p2p layers sms experts service weights nic proxy baseline} "
 has() { [[ $sections == *" $1 "* ]]; }
 has_torch=no versions="no PyTorch with NCCL"
 if found=$(python3 -c 'import torch; print(torch.__version__, *torch.cuda.nccl.version())' 2> /dev/null); then
@@ -74,6 +75,11 @@ if has service; then
     done
     timeout 90 ./switchyard bench moe --device cuda --preset deepseek-v3 --tokens 128 --json \
         --servers 2 --kill > "$out/service-kill.json" || code=1
+fi
+if has weights; then
+    # The time from exec to serving, by the source of the weights. A model of the size in question says more.
+    LAST_GPU=$((num_gpus - 1)) timeout 120 python3 weights.py ./switchyard \
+        "${SWITCHYARD_BENCH_MODEL:-tiny-moe}" 3 > "$out/weights.jsonl" || code=1
 fi
 if has nic; then
     timeout 60 ./ibgda_bench >> "$raw" || code=1

@@ -7,6 +7,8 @@
 #
 # Steps that cannot run are SKIPPED. SWITCHYARD_REQUIRE=all, or a list of sanitizer, libfabric and
 # gpus, makes that a failure. SWITCHYARD_KEEP=FILE keeps the output of every step, as the steps end.
+# SWITCHYARD_STEPS=FIRST-LAST runs these steps only, by their numbers in the output: a host may be
+# lent for less time than all of them take.
 set -u
 keep=${SWITCHYARD_KEEP:+$(realpath -m "$SWITCHYARD_KEEP")}
 cd "$(dirname "$0")"
@@ -26,9 +28,21 @@ if [ "$num_gpus" -eq 0 ]; then
     echo "run-tests: no GPU found (nvidia-smi -L lists none)" >&2
     exit 3
 fi
-failures=0
+steps=${SWITCHYARD_STEPS:-1-999}
+if ! [[ $steps =~ ^[0-9]+-[0-9]+$ ]]; then
+    echo "run-tests: SWITCHYARD_STEPS is \`$steps\`, expected FIRST-LAST, such as 13-20" >&2
+    exit 3
+fi
+failures=0 num_steps=0 num_left_out=0
+is_chosen() { # counts the step
+    num_steps=$((num_steps + 1))
+    [ "$num_steps" -ge "${steps%-*}" ] && [ "$num_steps" -le "${steps#*-}" ] && return
+    num_left_out=$((num_left_out + 1))
+    return 1
+}
 step() { # limit in seconds, name, command
-    local limit=$1 name=$2
+    is_chosen || return
+    local limit=$1 name="$num_steps $2"
     shift 2
     local start=$SECONDS wrong=
     timeout --kill-after=5 "$limit" "$@" > "step.log" 2>&1 || wrong="exit $?"
@@ -54,11 +68,12 @@ sanitize() { # limit in seconds, name, tool, command
     must_say=$summary step "$limit" "$name" compute-sanitizer --tool "$tool" --error-exitcode 9 "$@"
 }
 skip() { # resource, name, reason
+    is_chosen || return
     if [[ ,$required, == *",$1,"* || ,$required, == *,all,* ]]; then
-        echo "FAILED  $2: $1 required by SWITCHYARD_REQUIRE, but $3"
+        echo "FAILED  $num_steps $2: $1 required by SWITCHYARD_REQUIRE, but $3"
         failures=$((failures + 1))
     else
-        echo "SKIPPED $2: $3"
+        echo "SKIPPED $num_steps $2: $3"
     fi
 }
 
@@ -146,5 +161,11 @@ else
     skip gpus "layers and NICs between processes, faults, puts" "they need two GPUs"
 fi
 rm -f step.log
+if [ "$num_left_out" -eq "$num_steps" ]; then
+    echo "run-tests: SWITCHYARD_STEPS=$steps has none of the $num_steps steps" >&2
+    exit 3
+elif [ "$num_left_out" -ne 0 ]; then
+    echo "LEFT OUT $num_left_out of $num_steps steps: SWITCHYARD_STEPS=$steps"
+fi
 echo "$failures failed"
 [ "$failures" -eq 0 ]

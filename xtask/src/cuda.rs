@@ -323,6 +323,7 @@ pub fn make_bundle() -> Result<Outcome> {
         ("bench/gpu/baseline.py", "baseline.py"),
         ("bench/gpu/peak.py", "peak.py"),
         ("bench/gpu/summarize.py", "summarize.py"),
+        ("bench/gpu/weights.py", "weights.py"),
     ] {
         std::fs::copy(from, bundle.join(to)).with_context(|| format!("cannot copy {from}"))?;
     }
