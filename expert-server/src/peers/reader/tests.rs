@@ -120,6 +120,7 @@ fn fetch(patience: Duration) -> Fetch {
         secret: None,
         security: Security::default(),
         wants_ticket: false,
+        chunk_timeout: Duration::from_secs(60),
         patience,
         shape: FetchShape(ExpertShape { hidden: 8, inter: 8, is_gated: true }),
     }

@@ -27,10 +27,10 @@ pub enum Misdeed {
     FlipBit,
     /// Its grants arrive when their leases are over.
     Late,
-    /// It kills its own process once it has let a reader read.
-    Die,
     /// Its scales have types that no scales can have, in grants that are right otherwise.
     OddScales,
+    /// It kills its own process once it has let a reader read.
+    Die,
     /// It stops its own process then. Its host goes on to confirm what arrives. It offers reads over TCP only, which
     /// it has to answer, and for an hour.
     Stop,
@@ -269,7 +269,7 @@ impl State {
                     let signal = match self.misdeed {
                         Misdeed::Die => Some(Signal::KILL),
                         Misdeed::Stop => Some(Signal::STOP),
-                        Misdeed::FlipBit | Misdeed::Late => None,
+                        Misdeed::FlipBit | Misdeed::Late | Misdeed::OddScales => None,
                     };
                     if let Some(signal) = signal {
                         kill_process(getpid(), signal).expect("sent");
