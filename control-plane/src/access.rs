@@ -81,6 +81,14 @@ impl Caller {
         self.proof != Proof::None
     }
 
+    /// The name of an identity that the caller does not share with the whole fleet.
+    pub(crate) fn own_name(&self) -> Option<&str> {
+        match self.proof {
+            Proof::None | Proof::ClusterToken => None,
+            Proof::Token | Proof::Certificate => Some(&self.name),
+        }
+    }
+
     /// Names the caller as an observer of members: its identity at its address. Names in the requests of one caller
     /// make no others.
     pub(crate) fn observer(&self) -> String {

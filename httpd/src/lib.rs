@@ -10,7 +10,8 @@
 //! request head is not complete before a timeout, and connections whose peer reads the response too slowly.
 //! At the limit of connections, a stranger of the address with the most strangers gives way to a newcomer. A
 //! connection is a stranger's until its client shows a certificate or the application calls [`Standing::recognise`].
-//! At their own limit, the known connection that has been idle longest gives way: no request is open on it.
+//! At their own limit, the known connection that has been idle longest gives way: no request is open on it. If one
+//! identity has more than half of the known connections, one of its own gives way instead.
 
 mod metrics;
 mod places;
@@ -204,8 +205,8 @@ impl Connection {
             Ok(None) => return,
             Err(_) => return self.metrics.culled.with_label_values(&["silent"]).inc(),
         };
-        if certificate.as_ref().is_some_and(|certificate| certificate.identity().is_some()) {
-            self.place.recognise(false);
+        if let Some(identity) = certificate.as_ref().and_then(PeerCertificate::identity) {
+            self.place.recognise(Some(&identity.name), false);
         }
         let _open = self.open;
         let service = TrackRequests {

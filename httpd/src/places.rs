@@ -2,7 +2,8 @@
 //!
 //! A connection is a stranger's until its client has shown an identity. Strangers share three quarters of the places, so
 //! they cannot take those of known clients. Known ones take at most seven eighths, so a newcomer always finds a place:
-//! a stranger of the address with the most strangers gives way to it.
+//! a stranger of the address with the most strangers gives way to it. At the limit of known connections, an identity with
+//! more than half of them gives way to the others, also while its requests are open.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
@@ -41,6 +42,8 @@ struct Table {
     num_known: usize,
     /// Known connections on which no request is open, by rank and id.
     idle: BTreeSet<(u64, u64)>,
+    /// Known connections of each identity, by rank and id.
+    holders: HashMap<Arc<str>, BTreeSet<(u64, u64)>>,
 }
 
 #[derive(Debug)]
@@ -48,6 +51,8 @@ struct Entry {
     site: IpAddr,
     rank: u64,
     is_known: bool,
+    /// Identity of a known client, unless the whole fleet shares it.
+    holder: Option<Arc<str>>,
     task: AbortHandle,
     is_blocked: Arc<AtomicBool>,
 }
@@ -95,7 +100,8 @@ impl Places {
         let (id, is_blocked) = (table.next, Arc::new(AtomicBool::new(false)));
         let place = Place { places: Arc::clone(self), id, is_blocked: Arc::clone(&is_blocked) };
         let task = spawn(Arc::new(place));
-        table.entries.insert(id, Entry { site, rank: id, is_known: false, task, is_blocked });
+        let (rank, is_known, holder) = (id, false, None);
+        table.entries.insert(id, Entry { site, rank, is_known, holder, task, is_blocked });
         table.add_stranger(site, id, id);
     }
 
@@ -141,11 +147,33 @@ impl Table {
         self.remove(id)
     }
 
+    /// Removes a known connection so that `newcomer` gets its place. One of an identity with more than half of `limit`
+    /// goes first: the one that has been idle longest, or else the oldest. Such an identity itself takes the place of
+    /// none but its own idle ones.
+    fn make_room(&mut self, limit: usize, newcomer: Option<&str>) -> Option<Entry> {
+        let largest = self.holders.iter().max_by_key(|(_, ranks)| ranks.len());
+        let Some((holder, ranks)) = largest.filter(|(_, ranks)| 2 * ranks.len() > limit) else {
+            return self.take_idle();
+        };
+        let idle = ranks.iter().find(|place| self.idle.contains(place));
+        let is_own = newcomer == Some(&**holder);
+        let (_, id) = *idle.or_else(|| ranks.first().filter(|_| !is_own))?;
+        self.remove(id)
+    }
+
     fn remove(&mut self, id: u64) -> Option<Entry> {
         let entry = self.entries.remove(&id)?;
         if entry.is_known {
             self.num_known -= 1;
             self.idle.remove(&(entry.rank, id));
+            if let Some(holder) = &entry.holder
+                && let Some(ranks) = self.holders.get_mut(holder)
+            {
+                ranks.remove(&(entry.rank, id));
+                if ranks.is_empty() {
+                    self.holders.remove(holder);
+                }
+            }
         } else {
             self.remove_stranger(entry.site, entry.rank, id);
         }
@@ -207,7 +235,12 @@ impl Place {
         let Some(entry) = table.entries.get_mut(&self.id) else { return };
         let (site, before) = (entry.site, std::mem::replace(&mut entry.rank, rank));
         if entry.is_known {
+            let holder = entry.holder.clone();
             table.idle.insert((rank, self.id));
+            if let Some(ranks) = holder.and_then(|holder| table.holders.get_mut(&holder)) {
+                ranks.remove(&(before, self.id));
+                ranks.insert((rank, self.id));
+            }
         } else {
             table.remove_stranger(site, before, self.id);
             table.add_stranger(site, rank, self.id);
@@ -215,22 +248,28 @@ impl Place {
     }
 
     /// Notes that the client has shown an identity, while a request of it is open or, if not `is_busy`, before the first.
-    /// At the limit of known connections the one that has been idle longest gives way; without one this connection stays
-    /// a stranger's.
-    pub(crate) fn recognise(&self, is_busy: bool) {
+    /// `holder` is the identity, unless the whole fleet shares it. At the limit of known connections another one gives
+    /// way: one of an identity with more than half of them, or else the one that has been idle longest. Without one this
+    /// connection stays a stranger's.
+    pub(crate) fn recognise(&self, holder: Option<&str>, is_busy: bool) {
         let mut table = self.places.lock();
         if table.entries.get(&self.id).is_none_or(|entry| entry.is_known) {
             return;
         }
         let is_full = table.num_known >= self.places.max_known;
-        let evicted = if is_full { table.take_idle() } else { None };
+        let limit = self.places.max_known;
+        let evicted = if is_full { table.make_room(limit, holder) } else { None };
         if is_full && evicted.is_none() {
             return;
         }
         let Some(entry) = table.entries.get_mut(&self.id) else { return };
-        entry.is_known = true;
+        let holder: Option<Arc<str>> = holder.map(Into::into);
+        (entry.is_known, entry.holder) = (true, holder.clone());
         let (site, rank) = (entry.site, entry.rank);
         table.remove_stranger(site, rank, self.id);
+        if let Some(holder) = holder {
+            table.holders.entry(holder).or_default().insert((rank, self.id));
+        }
         table.num_known += 1;
         if !is_busy {
             table.idle.insert((rank, self.id));
@@ -259,9 +298,10 @@ pub struct Standing(pub(crate) Arc<Place>);
 
 impl Standing {
     /// Notes that the client has shown an identity, so that its connection does not count with those of strangers. Call
-    /// it while a request is open. A client certificate has the same effect without a call.
-    pub fn recognise(&self) {
-        self.0.recognise(true);
+    /// it while a request is open. A client certificate has the same effect without a call. `holder` is the name of the
+    /// identity, which bounds its connections at the limit; `None` for one that the whole fleet shares.
+    pub fn recognise(&self, holder: Option<&str>) {
+        self.0.recognise(holder, true);
     }
 }
 

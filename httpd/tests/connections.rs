@@ -64,16 +64,26 @@ async fn listen(limits: Limits) -> (SocketAddr, Metrics, watch::Sender<bool>) {
     let metrics = Metrics::new("test").expect("metrics");
     let (stop, stopping) = watch::channel(false);
     let known = async |Extension(standing): Extension<Standing>| {
-        standing.recognise();
+        standing.recognise(None);
         "known"
     };
-    let long = async || {
+    let ops = async |Extension(standing): Extension<Standing>| {
+        standing.recognise(Some("ops"));
+        "ops"
+    };
+    fn endless() -> Body {
         let chunk = || Some((Ok::<_, std::convert::Infallible>(vec![b'x'; 64 << 10]), ()));
         Body::from_stream(futures_util::stream::unfold((), move |()| async move { chunk() }))
+    }
+    let greedy = async |Extension(standing): Extension<Standing>| {
+        standing.recognise(Some("greedy"));
+        endless()
     };
     let router = Router::new()
         .route("/known", get(known))
-        .route("/long", get(long))
+        .route("/long", get(async || endless()))
+        .route("/ops", get(ops))
+        .route("/greedy", get(greedy))
         .fallback(async || "here");
     tokio::spawn(serve(listener, router, None, limits, metrics.clone(), stopping));
     (addr, metrics, stop)
@@ -153,6 +163,46 @@ async fn strangers_have_a_share_of_the_places() {
     for stream in &mut known {
         ask(stream, "/known").await;
         assert!(answer(stream).await.ends_with("known"));
+    }
+    assert_eq!(metrics.culled.with_label_values(&["refused"]).get(), 0);
+}
+
+/// One identity holds as many slow answers as it can. The clients of another one at the same address find places, and
+/// keep them among strangers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_identity_that_reads_slowly_leaves_places_to_the_others() {
+    let limits = Limits { max_connections: 32, head_timeout: 4 * LIMIT, ..Limits::default() };
+    let (addr, metrics, _stop) = listen(limits).await;
+    // 28 known ones at most.
+    let mut greedy = Vec::new();
+    for _ in 0..28 {
+        let mut stream = connect_from([127, 0, 0, 1], addr).await;
+        ask(&mut stream, "/greedy").await;
+        assert!(answer(&mut stream).await.starts_with("HTTP/1.1 200"));
+        greedy.push(stream);
+    }
+    let mut ops = Vec::new();
+    for _ in 0..10 {
+        let mut stream = connect_from([127, 0, 0, 1], addr).await;
+        ask(&mut stream, "/ops").await;
+        assert!(answer(&mut stream).await.ends_with("ops"));
+        ops.push(stream);
+    }
+    // More of them take none of the others' places, idle as these are.
+    for _ in 0..20 {
+        let mut stream = connect_from([127, 0, 0, 1], addr).await;
+        ask(&mut stream, "/greedy").await;
+        assert!(answer(&mut stream).await.starts_with("HTTP/1.1 200"));
+        greedy.push(stream);
+    }
+    // Strangers at the address displace each other.
+    let mut silent = Vec::new();
+    for _ in 0..40 {
+        silent.push(connect_from([127, 0, 0, 1], addr).await);
+    }
+    for stream in &mut ops {
+        ask(stream, "/ops").await;
+        assert!(answer(stream).await.ends_with("ops"), "a client of another identity was closed");
     }
     assert_eq!(metrics.culled.with_label_values(&["refused"]).get(), 0);
 }

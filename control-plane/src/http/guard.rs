@@ -87,7 +87,7 @@ pub(super) async fn guard(State(app): State<App>, mut request: Request, next: Ne
     let mut response = match identify(&app, &entry, path.as_deref(), &request) {
         Err(refusal) => refusal.into_response(),
         Ok((caller, refused)) => {
-            recognise(&entry, &request);
+            recognise(&entry, &caller, &request);
             let member = member_of(path.as_deref(), request.uri().path());
             let response = match admit(&app, &entry, &caller, member.as_ref())
                 .and_then(|()| check_site(&app, &entry, &caller, &request))
@@ -162,11 +162,11 @@ fn identify(
 }
 
 /// Keeps the connection of a caller who may use the interface apart from those of strangers.
-fn recognise(entry: &Entry, request: &Request) {
+fn recognise(entry: &Entry, caller: &Caller, request: &Request) {
     if entry.rule != Rule::Open
         && let Some(standing) = request.extensions().get::<Standing>()
     {
-        standing.recognise();
+        standing.recognise(caller.own_name());
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::access::{Caller, Proof};
+use crate::access::Caller;
 use crate::config::Limits;
 
 /// The permits of one control plane.
@@ -30,9 +30,7 @@ impl WatchPermits {
 
     /// A permit for one more watch of `caller`, or the reason against it.
     pub(super) fn take(self: &Arc<Self>, caller: &Caller) -> Result<WatchPermit, String> {
-        // These two stand for the whole fleet.
-        let is_shared = matches!(caller.proof, Proof::None | Proof::ClusterToken);
-        let name = (!is_shared).then(|| caller.name.clone());
+        let name = caller.own_name().map(str::to_owned);
         let mut open = self.lock();
         let count = name.as_ref().map_or(0, |name| open.get(name).copied().unwrap_or(0));
         if count >= self.share {

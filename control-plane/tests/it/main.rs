@@ -3,6 +3,7 @@
 mod access;
 mod api;
 mod certificates;
+mod crowd;
 mod durability;
 mod hostile;
 mod kill;

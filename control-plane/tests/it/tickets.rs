@@ -2,14 +2,26 @@
 
 use std::time::SystemTime;
 
-use control_api::{LeaseRequest, TicketKeys, TicketRequest, code};
+use control_api::{LeaseRequest, TicketKeys, TicketRequest, TicketRole, code};
+use switchyard_control_plane::EtcdConfig;
+use test_support::etcd::EtcdCluster;
 use trust::Role;
-use trust::ticket::{Gate, Handshake, SecretKey, TicketError, TrustedKey, UnixTime, prove};
+use trust::ticket::{Claims, Gate, Handshake, SecretKey, TicketError, TrustedKey, UnixTime, prove};
+use trust::tokens::{self, TokenEntry};
 
 use super::*;
 
-/// The check of a server that has these keys.
 fn check(keys: &TicketKeys, ticket: &str, client: &SecretKey) -> Result<(), TicketError> {
+    claims_of(keys, ticket, client, Role::Client).map(drop)
+}
+
+/// The check of a server that has these keys and admits `role`.
+fn claims_of(
+    keys: &TicketKeys,
+    ticket: &str,
+    client: &SecretKey,
+    role: Role,
+) -> Result<Claims, TicketError> {
     let trusted: Vec<TrustedKey> = keys
         .keys
         .iter()
@@ -22,7 +34,7 @@ fn check(keys: &TicketKeys, ticket: &str, client: &SecretKey) -> Result<(), Tick
     let handshake = Handshake { server: "a", incarnation: 1, channel: None, hello: b"hello" };
     let proof = prove(ticket, &handshake, client).expect("a proof");
     let (gate, now) = (Gate::default(), SystemTime::now().into());
-    gate.check(ticket, &proof, &handshake, Role::Client, &trusted, keys.least_epoch, now).map(drop)
+    gate.check(ticket, &proof, &handshake, role, &trusted, keys.least_epoch, now)
 }
 
 fn ask(client: &SecretKey) -> TicketRequest {
@@ -93,4 +105,110 @@ async fn malformed_requests_for_tickets_are_named() {
     let refused = stranger.ticket(&ask(&SecretKey::generate().unwrap())).await.unwrap_err();
     assert_eq!(refused.code(), Some(code::UNAUTHORIZED));
     plane.stop().await;
+}
+
+/// A client that knows a follower only gets the leader's tickets under its own name and with its own rights. It gets
+/// those of the next leader, too.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_gets_tickets_through_a_follower() {
+    let etcd = EtcdCluster::start(1);
+    let dir = tempfile::tempdir().unwrap();
+    let tokens = dir.path().join("tokens");
+    let [server, engine, viewer] =
+        [("gpu-1", Role::Server), ("engine", Role::Client), ("wall", Role::Viewer)].map(
+            |(name, role)| {
+                let token = tokens::generate();
+                let entry = TokenEntry::new(name, role, &token, None).unwrap();
+                tokens::add(&tokens, &entry).unwrap();
+                token
+            },
+        );
+    let start = async || {
+        let mut config = patient_config();
+        let mut settings = EtcdConfig::new(etcd.endpoints());
+        settings.lease = Duration::from_secs(2);
+        (config.etcd, config.tokens) = (Some(settings), Some(tokens.clone()));
+        Plane::start(config).await
+    };
+    // The one that leads comes first.
+    let sorted = async |one: Plane, other: Plane| {
+        let knows = async |plane: &Plane| {
+            plane.client().leader().await.ok().filter(|info| info.url.is_some())
+        };
+        let find = async {
+            loop {
+                match (knows(&one).await, knows(&other).await) {
+                    (Some(info), Some(second)) if info.leads != second.leads => break info.leads,
+                    _ => tokio::time::sleep(Duration::from_millis(20)).await,
+                }
+            }
+        };
+        match tokio::time::timeout(BOUND, find).await.expect("one leads") {
+            true => (one, other),
+            false => (other, one),
+        }
+    };
+    let client = |plane: &Plane, token: &str| {
+        ControlClient::new(&plane.url(), Some(token.to_owned())).unwrap()
+    };
+    // As clients do: a new leader answers once the servers know its key.
+    let ticket = async |control: &ControlClient, request: &TicketRequest| {
+        let asking = async {
+            loop {
+                match control.ticket(request).await {
+                    Err(error) if error.is_transient() => {
+                        tokio::time::sleep(Duration::from_millis(50)).await;
+                    }
+                    answer => break answer,
+                }
+            }
+        };
+        tokio::time::timeout(BOUND, asking).await.expect("an answer")
+    };
+    let (leader, follower) = sorted(start().await, start().await).await;
+    let registered = client(&follower, &server).register(&request("a", 1)).await.unwrap();
+    let keys = registered.ticket_keys.expect("keys with the registration");
+    let key = SecretKey::generate().unwrap();
+    let compute = ask(&key);
+    let read = TicketRequest { role: TicketRole::Server, ..compute.clone() };
+    let first = ticket(&client(&follower, &engine), &compute).await.unwrap();
+    let claims = claims_of(&keys, &first.ticket, &key, Role::Client).unwrap();
+    assert_eq!(claims.holder, "engine");
+    let weights = ticket(&client(&follower, &server), &read).await.unwrap();
+    let claims = claims_of(&keys, &weights.ticket, &key, Role::Server).unwrap();
+    assert_eq!(claims.holder, "gpu-1");
+    let shared = ticket(&follower.client(), &compute).await.unwrap();
+    let claims = claims_of(&keys, &shared.ticket, &key, Role::Client).unwrap();
+    assert_eq!(claims.holder, "cluster-token at 127.0.0.1");
+    for (token, request) in [(&engine, &read), (&viewer, &compute)] {
+        let refused = ticket(&client(&follower, token), request).await.unwrap_err();
+        assert_eq!(refused.code(), Some(code::FORBIDDEN), "{refused}");
+    }
+    // The leader's log has the callers, and no entry of the follower. The follower refuses the viewer by itself.
+    let log = client(&leader, &viewer).audit(0).await.unwrap();
+    let issued = log.entries.iter().filter(|entry| entry.action == "ticket");
+    let seen: Vec<_> =
+        issued.map(|entry| (&*entry.name, entry.address.as_deref(), &*entry.outcome)).collect();
+    let address = Some("127.0.0.1");
+    let expected = [
+        ("engine", address, "ok"),
+        ("gpu-1", address, "ok"),
+        ("cluster-token", address, "ok"),
+        ("engine", address, "forbidden"),
+    ];
+    assert_eq!(seen, expected);
+
+    // The follower leads, and another one follows it.
+    leader.stop().await;
+    let (leader, follower) = sorted(follower, start().await).await;
+    let second = ticket(&client(&follower, &engine), &compute).await.unwrap();
+    let lease = LeaseRequest { incarnation: 1, assignment_version: 0, load: None };
+    let renewed = client(&follower, &server).renew(&registered.member_id, &lease).await.unwrap();
+    let keys = renewed.ticket_keys.expect("keys with the renewal");
+    for ticket in [&first.ticket, &second.ticket] {
+        assert_eq!(check(&keys, ticket, &key), Ok(()));
+    }
+    for plane in [leader, follower] {
+        plane.stop().await;
+    }
 }
