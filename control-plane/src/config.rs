@@ -202,19 +202,27 @@ impl EtcdConfig {
             None if security.for_listener().is_some() => format!("https://{local_addr}"),
             None => format!("http://{local_addr}"),
         };
-        let mut options = ClientOptions::default();
-        options.security = security.clone();
-        let checked = ControlClient::with_options(&url, None, options);
-        let checked = checked.map_err(|err| ConfigError::Advertise { reason: err.to_string() })?;
-        if !checked.has_fixed_urls() {
-            let reason = format!("{url:?} is no URL of one control plane");
-            return Err(ConfigError::Advertise { reason });
-        }
-        if url.contains(',') {
-            let reason = format!("{url:?} is more than one URL");
-            return Err(ConfigError::Advertise { reason });
-        }
+        check_plane_url(&url, None, security)
+            .map_err(|reason| ConfigError::Advertise { reason })?;
         Ok(url.trim_end_matches('/').to_owned())
+    }
+}
+
+/// Checks that `url` is that of one control plane, and that `token` may be sent there.
+pub(crate) fn check_plane_url(
+    url: &str,
+    token: Option<&str>,
+    security: &Security,
+) -> Result<(), String> {
+    let mut options = ClientOptions::default();
+    options.security = security.clone();
+    let checked = ControlClient::with_options(url, token.map(str::to_owned), options);
+    if !checked.map_err(|err| err.to_string())?.has_fixed_urls() {
+        return Err(format!("{url:?} is no URL of one control plane"));
+    }
+    match url.contains(',') {
+        true => Err(format!("{url:?} is more than one URL")),
+        false => Ok(()),
     }
 }
 

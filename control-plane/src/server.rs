@@ -109,8 +109,13 @@ impl Server {
         let (listener, local_addr) = bind_address(&config).await?;
         let own_url = etcd.own_url(local_addr, &config.security)?;
         let prefix = etcd.checked_prefix()?;
-        let client = EtcdClient::new(&etcd.endpoints, etcd.credentials.clone(), &etcd.security);
+        let mut security = etcd.security.clone();
+        security.insecure |= config.security.insecure;
+        let client = EtcdClient::new(&etcd.endpoints, etcd.credentials.clone(), &security);
         let client = Arc::new(client.map_err(StoreError::Etcd)?);
+        if let Some(exposure) = client.exposure() {
+            warn!("{exposure}");
+        }
         let settings = term_settings(&config, clock)?;
         let guarding = guarding(&config, &settings.metrics)?;
         // Finds a wrong endpoint, wrong credentials and data of another program before the process counts as started.
@@ -165,6 +170,10 @@ impl Server {
         let http_metrics = metrics.http.clone();
         let tls = config.security.for_listener().cloned();
         let exposure = Exposure {
+            store: match &mode {
+                Mode::Alone(_) => None,
+                Mode::Shared(election) => election.client.exposure(),
+            },
             security: config.security.clone(),
             listen: config.listen.clone(),
             advertise: roles.group().own_url,

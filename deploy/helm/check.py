@@ -201,6 +201,7 @@ def check_store(name: str, values: dict, objects: list[dict]) -> None:
         "SWITCHYARD_ETCD_ENDPOINTS": ",".join(etcd["endpoints"]),
         "SWITCHYARD_ETCD_PREFIX": etcd.get("prefix", "/switchyard/experts/demo"),
         "SWITCHYARD_ETCD_LEASE_S": str(etcd.get("leaseSeconds", 3)),
+        "SWITCHYARD_ETCD_INSECURE": "true" if etcd.get("insecure") else None,
         "SWITCHYARD_ETCD_USER": etcd.get("user"),
         "SWITCHYARD_ETCD_PASSWORD_FILE": "/etcd-password/password" if "user" in etcd else None,
         "SWITCHYARD_ETCD_CA": "/etcd-tls/ca.crt" if "tlsSecret" in etcd else None,

@@ -133,6 +133,14 @@ struct EtcdArgs {
     /// With `--store etcd` and https: key of --etcd-cert.
     #[arg(long, env = "SWITCHYARD_ETCD_KEY", value_name = "FILE")]
     etcd_key: Option<PathBuf>,
+    /// With `--store etcd`: allow plain HTTP to etcd on other hosts, as --insecure does. Everybody on the network can then
+    /// read the fleet's state and etcd's password, and name a leader.
+    #[arg(
+        long,
+        env = "SWITCHYARD_ETCD_INSECURE",
+        value_parser = clap::builder::FalseyValueParser::new()
+    )]
+    etcd_insecure: bool,
     /// With `--store etcd`: time to live of the leader's lease in seconds, 2 to 300. Another control plane takes over
     /// this long after a leader was heard for the last time.
     #[arg(long, env = "SWITCHYARD_ETCD_LEASE_S", default_value_t = 3)]
@@ -170,6 +178,7 @@ impl EtcdArgs {
             let tls = Tls::open(files, ClientCertificates::Optional);
             config.security.tls = Some(tls.context("--etcd-ca, --etcd-cert and --etcd-key")?);
         }
+        config.security.insecure = self.etcd_insecure;
         config.prefix = self.etcd_prefix;
         config.lease = Duration::from_secs(self.etcd_lease_s);
         config.advertise = self.advertise;

@@ -17,6 +17,7 @@ use tracing::{error, info};
 
 use super::{Election, RETRY};
 use crate::boards::{Boards, EditionBoard};
+use crate::config::check_plane_url;
 use crate::metrics::Metrics;
 use crate::role::{Following, Role};
 use crate::store::etcd::{ELECTION, encoded, end_of};
@@ -43,7 +44,16 @@ impl Election {
                         if first.url == self.own_url {
                             following.problem = Some(self.own_url_leads());
                         } else {
-                            following.leader_url = Some(first.url.clone());
+                            // Requests go there with tokens of callers and the cluster's own.
+                            match check_plane_url(&first.url, self.token.as_deref(), &self.security)
+                            {
+                                Ok(()) => following.leader_url = Some(first.url.clone()),
+                                Err(reason) => {
+                                    let text =
+                                        format!("the leader's URL in etcd is not used: {reason}");
+                                    following.problem = Some(text);
+                                }
+                            }
                         }
                     }
                     self.set_following(following);

@@ -108,6 +108,7 @@ mod tests {
             listen: "planes:7070".to_owned(),
             advertise: Some("https://Plane-0.example:443/".to_owned()),
             local_addr: ([127, 0, 0, 1], 7070).into(),
+            store: None,
             requires_identity: false,
         };
         let check = |host| check_local_host(&headers(&[("host", host)]), &exposure).is_ok();

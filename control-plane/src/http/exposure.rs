@@ -13,6 +13,8 @@ pub(crate) struct Exposure {
     /// URL at which other control planes reach this one, if there are several.
     pub(crate) advertise: Option<String>,
     pub(crate) local_addr: SocketAddr,
+    /// Names plain text between this process and the store.
+    pub(crate) store: Option<String>,
     /// False if every process that reaches the port may do everything.
     pub(crate) requires_identity: bool,
 }
@@ -20,14 +22,14 @@ pub(crate) struct Exposure {
 impl Exposure {
     /// Names plain text that other hosts can reach, and a port that asks them for no identity.
     pub(crate) fn insecure(&self) -> Option<String> {
-        let plain_text = self.security.exposure(self.local_addr)?;
-        Some(match self.requires_identity {
-            true => plain_text,
-            false => format!(
-                "{plain_text}. It asks for no identity, so every process that reaches it may change the fleet: give \
-                 --token-file or --tokens"
-            ),
-        })
+        let plain_text = self.security.exposure(self.local_addr);
+        let asks_none = (plain_text.is_some() && !self.requires_identity).then(|| {
+            "it asks for no identity, so every process that reaches it may change the fleet: give --token-file or --tokens"
+                .to_owned()
+        });
+        let parts: Vec<String> =
+            [plain_text, asks_none, self.store.clone()].into_iter().flatten().collect();
+        (!parts.is_empty()).then(|| parts.join("; "))
     }
 
     /// Each `host:port` by which the settings name this control plane.

@@ -741,3 +741,25 @@ async fn a_start_that_cannot_work_is_explained() {
     let text = refusal(&|_| ()).await;
     assert!(text.contains("quorum"), "{text}");
 }
+
+/// A writer of one key in etcd becomes no leader that control planes send tokens to.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_leader_in_plain_text_on_another_host_gets_no_byte() {
+    let etcd = EtcdCluster::start(1);
+    // This host reaches itself at the unspecified address, which is none of the loopback interface.
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://0.0.0.0:{}", listener.local_addr().unwrap().port());
+    etcd.control(&["put", "/switchyard/election/0", &url]);
+    let endpoints = etcd.endpoints();
+    let plane =
+        Plane::start(shared_config(endpoints.iter().map(String::as_str), "127.0.0.1:0")).await;
+    let ready = b"GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    eventually("reason", || async { raw(plane.addr, ready).await.contains(&url) }).await;
+    let err = plane.client().members().await.unwrap_err();
+    assert_eq!(err.code(), Some(code::NO_LEADER), "{err}");
+    let text = err.to_string();
+    assert!(text.contains("unencrypted") && !text.contains(TOKEN), "{text}");
+    let connected = tokio::time::timeout(Duration::from_millis(1), listener.accept()).await;
+    assert!(connected.is_err(), "the leader was asked");
+    plane.stop().await;
+}

@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 use tokio::time::{Instant, timeout_at};
-use trust::tls::{Security, Side, explain};
+use trust::tls::{Security, Side, explain, is_loopback_host};
 
 /// User name and password of etcd.
 #[derive(Clone, PartialEq, Eq)]
@@ -45,6 +45,13 @@ pub enum EtcdError {
         without_credentials(url)
     )]
     Endpoint { url: String, reason: String },
+    /// The password and the fleet's state would travel unencrypted over a network.
+    #[error(
+        "etcd endpoint {url} is plain HTTP to another host, and the fleet's state and etcd's password would travel \
+         unencrypted: use https:// with --etcd-ca FILE (SWITCHYARD_ETCD_CA), or, on a trusted network, \
+         --etcd-insecure (SWITCHYARD_ETCD_INSECURE=1)"
+    )]
+    Insecure { url: String },
     /// No endpoint accepts a connection.
     #[error(
         "etcd cannot be reached at {endpoints} ({reason}): check the endpoints, and that etcd runs there"
@@ -123,6 +130,14 @@ impl EtcdClient {
             endpoints.iter().map(|url| parse(url, security)).collect::<Result<_, _>>()?;
         let (current, token) = (AtomicUsize::new(0), Mutex::new(None));
         Ok(Self { http, endpoints, current, credentials, token })
+    }
+
+    /// Names endpoints on other hosts that are reached in plain text.
+    pub(crate) fn exposure(&self) -> Option<String> {
+        let url = self.endpoints.iter().find(|url| is_exposed(url))?;
+        Some(format!(
+            "INSECURE: etcd at {url} is reached in plain text (--etcd-insecure): give https endpoints and --etcd-ca"
+        ))
     }
 
     /// The endpoints, for messages.
@@ -393,7 +408,15 @@ fn parse(text: &str, security: &Security) -> Result<Url, EtcdError> {
     if !url.username().is_empty() || url.password().is_some() {
         return Err(fail("user name or password inside: pass them by their own settings"));
     }
+    if is_exposed(&url) && !security.insecure {
+        return Err(EtcdError::Insecure { url: url.to_string() });
+    }
     Ok(url)
+}
+
+/// Returns true for plain HTTP to another host.
+fn is_exposed(url: &Url) -> bool {
+    url.scheme() == "http" && !url.host_str().is_some_and(is_loopback_host)
 }
 
 /// The innermost cause: the outer ones only repeat the URL.

@@ -111,6 +111,10 @@ app.kubernetes.io/instance: {{ .Release.Name }}
   value: {{ default (printf "/switchyard/%s/%s" .Release.Namespace .Release.Name) $etcd.prefix | quote }}
 - name: SWITCHYARD_ETCD_LEASE_S
   value: {{ $etcd.leaseSeconds | int | quote }}
+{{- if $etcd.insecure }}
+- name: SWITCHYARD_ETCD_INSECURE
+  value: "true"
+{{- end }}
 {{- with $etcd.user }}
 - name: SWITCHYARD_ETCD_USER
   value: {{ . | quote }}

@@ -74,6 +74,30 @@ fn an_etcd_with_tls_needs_its_authority_and_a_certificate() {
 
     let err = EtcdClient::new(&endpoints, None, &Security::default()).unwrap_err().to_string();
     assert!(err.contains("https needs --etcd-ca"), "{err}");
+
+    // Certificates for https do not allow plain HTTP.
+    let mut settings = security(files.clone());
+    for (url, is_exposed) in [("http://10.255.255.1:2379", true), ("http://127.0.0.1:2379", false)]
+    {
+        let open = |settings: &Security| EtcdClient::new(&[url.to_owned()], None, settings);
+        settings.insecure = false;
+        match open(&settings) {
+            Ok(client) => assert!(!is_exposed && client.exposure().is_none(), "{url}"),
+            Err(err) => {
+                let text = err.to_string();
+                assert!(
+                    is_exposed && text.contains("--etcd-ca") && text.contains("--etcd-insecure"),
+                    "{text}"
+                );
+            }
+        }
+        settings.insecure = true;
+        assert_eq!(open(&settings).unwrap().exposure().is_some(), is_exposed, "{url}");
+    }
+    for url in ["http://root:hunter2@10.0.0.5:2379", "ftp://root:hunter2@a", "root:hunter2@a"] {
+        let err = EtcdClient::new(&[url.to_owned()], None, &settings).unwrap_err().to_string();
+        assert!(!err.contains("hunter2"), "{err}");
+    }
     let ca_only = TlsFiles { ca: files.ca.clone(), ..TlsFiles::default() };
     let err = open(&security(ca_only)).load().unwrap_err().to_string();
     assert!(err.contains("requires a client certificate") || err.contains("refuses"), "{err}");
