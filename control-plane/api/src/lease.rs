@@ -667,8 +667,10 @@ mod tests {
     #[test]
     fn each_kind_of_failure_of_an_outage_is_news() {
         let (url, message) = ("http://plane:7070".to_owned(), "unknown".to_owned());
-        let unreachable =
-            |reason: &str| ControlError::Unreachable { url: url.clone(), reason: reason.to_owned() };
+        let unreachable = |reason: &str| ControlError::Unreachable {
+            url: url.clone(),
+            reason: reason.to_owned(),
+        };
         let rejected = |code: &str| {
             let (code, message) = (code.to_owned(), message.clone());
             ControlError::Rejected { status: 503, code, message }

@@ -132,7 +132,9 @@ async fn members_share_the_experts_outlive_a_restart_of_the_control_plane_and_le
     let addr = a.metrics_addr().expect("metrics are served");
     loop {
         let answer = get(addr, "/readyz").await;
-        if answer.ends_with("lease is not held: it refuses the token or certificate of this server\n") {
+        if answer
+            .ends_with("lease is not held: it refuses the token or certificate of this server\n")
+        {
             break;
         }
         assert!(Instant::now() < deadline, "a refused token shows in readiness: {answer}");
