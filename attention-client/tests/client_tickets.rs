@@ -23,10 +23,12 @@ use p2p_core::{PeerHello, SlotConfig};
 use protocol::{ClientHello, WireDtype};
 use rand::rngs::StdRng;
 use reference_model::LocalExperts;
-use switchyard_attention_client::{ClientModel, MoeClient};
+use switchyard_attention_client::{ClientError, ClientModel, MoeClient};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
+use trust::Role;
 use trust::ticket::{Handshake, SecretKey, prove};
+use trust::tokens::{self, TokenEntry};
 
 const SLOT: SlotConfig = SlotConfig { slot_bytes: 64 << 10, num_frames: 2 };
 const TOKEN: &str = "open-sesame";
@@ -44,6 +46,7 @@ impl Plane {
         let mut config = control_plane::ServerConfig::new(listen, 2, 2);
         config.token = Some(TOKEN.to_owned());
         config.data_dir = Some(dir.to_owned());
+        config.tokens = Some(dir.join("tokens"));
         let server = ControlPlane::bind(config).await.expect("the control plane binds");
         let addr = server.local_addr();
         let (stop, stopped) = oneshot::channel::<()>();
@@ -72,6 +75,8 @@ struct Fleet {
     runtime: tokio::runtime::Runtime,
     plane: Option<Plane>,
     dir: tempfile::TempDir,
+    /// Token of a viewer, who gets no tickets.
+    viewer: String,
     servers: Vec<RunningServer>,
     model: ClientModel,
     local: LocalExperts,
@@ -85,6 +90,9 @@ impl Fleet {
             .build()
             .expect("a runtime");
         let dir = tempfile::tempdir().expect("a directory");
+        let viewer = tokens::generate();
+        let entry = TokenEntry::new("wall", Role::Viewer, &viewer, None).expect("an entry");
+        tokens::add(&dir.path().join("tokens"), &entry).expect("added");
         let plane = runtime.block_on(Plane::start("127.0.0.1:0", dir.path()));
         let servers = (0..2).map(|idx| {
             let placement =
@@ -98,7 +106,7 @@ impl Fleet {
         let checkpoint = Arc::new(Checkpoint::open(tiny_dir()).expect("a checkpoint"));
         let model = ClientModel::with_weights_of(&checkpoint).expect("a fingerprint");
         let local = LocalExperts::new(checkpoint);
-        Self { runtime, plane: Some(plane), dir, servers, model, local }
+        Self { runtime, plane: Some(plane), dir, viewer, servers, model, local }
     }
 
     fn plane(&self) -> &Plane {
@@ -296,6 +304,50 @@ fn a_client_without_a_ticket_is_told_so() {
         .expect("a client");
     not_ready_because(&client, &["ticket", "no control plane"]);
     assert_eq!(fleet.welcomed(), 0);
+}
+
+/// The refusal of the control plane ends the wait, because each server asks for a ticket.
+#[test]
+fn a_client_whose_ticket_is_refused_learns_it_at_once() {
+    let fleet = Fleet::start();
+    let client = MoeClient::builder(fleet.model.clone())
+        .control_plane(fleet.plane().url(), Some(fleet.viewer.clone()))
+        .slot(SLOT)
+        .build()
+        .expect("a client");
+    let long = Duration::from_secs(3600);
+    let error = client.wait_ready(long).expect_err("refused");
+    let ClientError::NoReplica { waited, detail, .. } = &error else { panic!("{error}") };
+    assert!(*waited < long, "{error}");
+    for word in ["no ticket from the control plane", "wall", "role viewer"] {
+        assert!(detail.contains(word), "{word}: {detail}");
+    }
+    assert_eq!(fleet.welcomed(), 0);
+}
+
+/// A control plane that does not answer may come back, so the client waits for its ticket.
+#[test]
+fn a_client_waits_for_a_control_plane_that_does_not_answer() {
+    let mut rng = seeded("a_client_waits_for_a_control_plane_that_does_not_answer");
+    let mut fleet = Fleet::start();
+    let (table, url) = (fleet.placement(), fleet.plane().url());
+    let listen = fleet.stop_plane();
+    let client = MoeClient::builder(fleet.model.clone())
+        .control_plane(url, Some(TOKEN.to_owned()))
+        .placement(table)
+        .slot(SLOT)
+        .connect_timeout(Duration::from_millis(50))
+        .build()
+        .expect("a client");
+    not_ready_because(&client, &["no ticket from the control plane"]);
+    // It stays so after many attempts.
+    std::thread::sleep(Duration::from_millis(300));
+    let error = client.wait_ready(Duration::from_millis(200)).expect_err("no ticket yet");
+    let ClientError::NoReplica { waited, .. } = &error else { panic!("{error}") };
+    assert!(*waited >= Duration::from_millis(200), "{error}");
+    fleet.start_plane(&listen);
+    client.wait_ready(PATIENCE).expect("ready");
+    fleet.compute(&client, &mut rng);
 }
 
 #[test]

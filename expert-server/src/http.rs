@@ -13,12 +13,13 @@ use crate::status::Health;
 
 /// The routes of a server.
 pub(crate) fn router(health: Arc<Health>) -> Router {
+    let limited = health.metrics.requests_limited.clone();
     let routes = Router::new()
         .route("/metrics", get(metrics))
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
         .with_state(health);
-    httpd::limit_rates(routes, MAX_REQUESTS_PER_SECOND)
+    httpd::limit_rates(routes, MAX_REQUESTS_PER_SECOND, limited)
 }
 
 async fn metrics(State(health): State<Arc<Health>>, headers: HeaderMap) -> Response {

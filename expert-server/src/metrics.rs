@@ -64,6 +64,8 @@ impl DropReason {
 #[derive(Clone, Debug)]
 pub struct ServerMetrics {
     pub(crate) http: httpd::Metrics,
+    /// Requests that got 429.
+    pub(crate) requests_limited: IntCounter,
     registry: Registry,
     pub(crate) links: IntGauge,
     pub(crate) links_opened: IntCounter,
@@ -178,6 +180,11 @@ impl ServerMetrics {
         r.register(Box::new(http.tls_failures.clone()))?;
         Ok(Self {
             http,
+            requests_limited: register_int_counter_with_registry!(
+                names::REQUESTS_LIMITED_TOTAL,
+                "HTTP requests refused with 429, because one address or certificate sends too many.",
+                r
+            )?,
             links: register_int_gauge_with_registry!(
                 names::LINKS,
                 "Client links that are open.",

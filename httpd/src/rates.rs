@@ -12,6 +12,7 @@ use axum::http::StatusCode;
 use axum::http::header::RETRY_AFTER;
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
+use prometheus::IntCounter;
 use trust::Identity;
 
 use crate::{PeerAddr, site};
@@ -94,9 +95,9 @@ impl<B: Eq + Hash> Default for Rates<B> {
 }
 
 /// `router` with at most `per_second` requests of each address, and as many of each identity at each address. The
-/// requests beyond get 429 with `Retry-After`.
-pub fn limit_rates(router: Router, per_second: u32) -> Router {
-    let limiter = Limiter { rates: Arc::new(Rates::new()), per_second };
+/// requests beyond get 429 with `Retry-After`, and `limited` counts them.
+pub fn limit_rates(router: Router, per_second: u32, limited: IntCounter) -> Router {
+    let limiter = Limiter { rates: Arc::new(Rates::new()), per_second, limited };
     router.layer(from_fn_with_state(limiter, limit))
 }
 
@@ -105,6 +106,7 @@ struct Limiter {
     /// By address and name of the certificate.
     rates: Arc<Rates<(IpAddr, Option<String>)>>,
     per_second: u32,
+    limited: IntCounter,
 }
 
 async fn limit(State(limiter): State<Limiter>, request: Request, next: Next) -> Response {
@@ -115,6 +117,7 @@ async fn limit(State(limiter): State<Limiter>, request: Request, next: Next) -> 
     match limiter.rates.take((address, name), limiter.per_second) {
         Ok(()) => next.run(request).await,
         Err(wait) => {
+            limiter.limited.inc();
             let seconds = wait.as_secs() + 1;
             let text = format!("too many requests: send fewer, and wait {seconds} s\n");
             let headers = [(RETRY_AFTER, seconds.to_string())];

@@ -237,7 +237,13 @@ impl Connector {
                         to get one from";
             return Err(text.to_owned().into());
         };
-        Ok(Some(tickets.for_server(entry, self.shared.settings.connect_timeout).await?))
+        match tickets.for_server(entry, self.shared.settings.connect_timeout).await {
+            Ok(source) => Ok(Some(source)),
+            Err(error) => {
+                self.server.has_refused.store(error.is_refused, Ordering::Relaxed);
+                Err(error.to_string().into())
+            }
+        }
     }
 
     /// Hands the link to the lane and completes when the link is over.

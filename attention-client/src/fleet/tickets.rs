@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use control_api::{ControlClient, ServerEntry, TicketRequest};
+use control_api::{ControlClient, ControlError, ServerEntry, TicketRequest, code};
 use p2p_core::bootstrap::{HandshakeBinding, ShownTicket, TicketSource};
 use tokio::sync::{Notify, watch};
 use tokio::time::{sleep, timeout};
@@ -23,7 +23,16 @@ pub(crate) struct Tickets {
 struct Newest {
     ticket: Option<Ticket>,
     /// Why the last request failed.
-    problem: Option<String>,
+    problem: Option<NoTicket>,
+}
+
+/// Why there is no ticket.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("no ticket from the control plane: {reason}")]
+pub(crate) struct NoTicket {
+    reason: String,
+    /// The control plane answered, and refuses until a setting changes.
+    pub is_refused: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -59,7 +68,8 @@ impl Tickets {
                 Err(error) => {
                     let is_transient = error.is_transient();
                     tracing::debug!(%error, "no ticket");
-                    self.newest.send_modify(|newest| newest.problem = Some(error.to_string()));
+                    let problem = NoTicket::from(&error);
+                    self.newest.send_modify(|newest| newest.problem = Some(problem));
                     let jitter = rand::random_range(0.5..=1.0);
                     let next = if is_transient { pause } else { REFUSED_PAUSE };
                     let next = next.mul_f64(jitter);
@@ -75,30 +85,30 @@ impl Tickets {
         }
     }
 
-    /// The source of proofs for `server`. Waits up to `bound` for a ticket that has not expired.
+    /// The source of proofs for `server`. Waits up to `bound` for a ticket that has not expired. Does not wait once the
+    /// control plane has refused the last request.
     ///
     /// # Errors
-    /// The reason, for people, why there is none.
+    /// [`NoTicket`].
     pub async fn for_server(
         &self,
         server: &ServerEntry,
         bound: Duration,
-    ) -> Result<Arc<ServerTickets>, String> {
+    ) -> Result<Arc<ServerTickets>, NoTicket> {
         let mut newest = self.newest.subscribe();
         let is_live = |newest: &Newest| {
             newest.ticket.as_ref().is_some_and(|ticket| Instant::now() < ticket.expires_at)
         };
-        let found = match timeout(bound, newest.wait_for(is_live)).await {
-            Ok(Ok(newest)) => newest.ticket.clone(),
-            _ => None,
-        };
-        let Some(Ticket { text, .. }) = found else {
-            let problem = self.newest.borrow().problem.clone();
-            let problem = problem.unwrap_or_else(|| "no answer yet".to_owned());
-            return Err(format!(
-                "no ticket from the control plane within {} ms ({problem})",
-                bound.as_millis()
-            ));
+        let is_refused = |newest: &Newest| newest.problem.as_ref().is_some_and(|p| p.is_refused);
+        let is_settled = |newest: &Newest| is_live(newest) || is_refused(newest);
+        // An error is the end of the time: the sender lives as long as `self`.
+        let _ = timeout(bound, newest.wait_for(is_settled)).await;
+        let newest = self.newest.borrow();
+        let Some(Ticket { text, .. }) = newest.ticket.clone().filter(|_| is_live(&newest)) else {
+            return Err(newest.problem.clone().unwrap_or_else(|| NoTicket {
+                reason: format!("no answer within {} ms", bound.as_millis()),
+                is_refused: false,
+            }));
         };
         Ok(Arc::new(ServerTickets {
             key: Arc::clone(&self.key),
@@ -114,6 +124,17 @@ impl Tickets {
         if newest.ticket.as_ref().is_some_and(|ticket| Arc::ptr_eq(&ticket.text, &source.ticket)) {
             self.wanted.notify_one();
         }
+    }
+}
+
+impl From<&ControlError> for NoTicket {
+    fn from(error: &ControlError) -> Self {
+        // Codes of the control plane itself. A proxy in between may refuse for a moment.
+        let is_refused = matches!(
+            error.code(),
+            Some(code::FORBIDDEN | code::UNAUTHORIZED | code::BAD_REQUEST | code::NOT_FOUND)
+        );
+        Self { reason: error.to_string(), is_refused }
     }
 }
 

@@ -552,9 +552,12 @@ fn check_control(url: &str, control: &super::ControlArgs) -> Vec<Check> {
             let found =
                 format!("{url} · epoch {} · {} serving", status.epoch, status.members.serving);
             let remedy = "give the control plane a certificate: `switchyard certs` makes one";
-            let insecure =
-                status.insecure.map(|text| problem("control plane", Verdict::Warn, text, remedy));
-            [ok("control plane", found)].into_iter().chain(insecure).collect()
+            let mut checks = vec![ok("control plane", found)];
+            checks.extend(insecure_members(&status));
+            let insecure = status.insecure;
+            checks
+                .extend(insecure.map(|text| problem("control plane", Verdict::Warn, text, remedy)));
+            checks
         }
         Err(error) => vec![problem(
             "control plane",
@@ -564,6 +567,17 @@ fn check_control(url: &str, control: &super::ControlArgs) -> Vec<Check> {
              namespace, the Service and the role of the ServiceAccount",
         )],
     }
+}
+
+/// The servers that other hosts reach in plain text or without a ticket, as the control plane names them.
+fn insecure_members(status: &control_api::ClusterStatus) -> Vec<Check> {
+    let is_of_members = |text: &&String| {
+        text.starts_with("INSECURE") && status.insecure.as_deref() != Some(text.as_str())
+    };
+    let texts = status.problems.iter().filter(is_of_members);
+    let remedy =
+        "start each of these servers with certificates and tickets: docs/how-to/secure-a-fleet.md";
+    texts.map(|text| problem("expert servers", Verdict::Warn, text, remedy)).collect()
 }
 
 /// Below this, a certificate should be renewed.

@@ -228,13 +228,16 @@ fn the_status_names_insecure_servers() {
         let json = run(&["status", "--control-plane", &url, "--json"]);
         let json: serde_json::Value = serde_json::from_slice(&json.stdout).expect("JSON");
         let problems = json["problems"].to_string();
+        let doctor = run(&["doctor", "--control-plane", &url]);
+        let doctor = String::from_utf8_lossy(&doctor.stdout).into_owned();
         match expected {
             Some(expected) => {
                 assert_eq!(output.status.code(), Some(3), "{text}");
                 let line = format!("INSECURE: gpu-1: {expected}");
                 assert!(text.contains(&line) && problems.contains(&line), "{text}\n{problems}");
+                assert!(doctor.contains(&line), "{doctor}");
             }
-            None => assert!(!text.contains("INSECURE"), "{text}"),
+            None => assert!(!(text.clone() + &doctor).contains("INSECURE"), "{text}\n{doctor}"),
         }
     }
 }

@@ -26,6 +26,7 @@ pub const LINKS_OPENED_TOTAL: &str = "switchyard_server_links_opened_total";
 pub const LOAD_SECONDS: &str = "switchyard_server_load_seconds";
 pub const PHASE_SECONDS: &str = "switchyard_server_phase_seconds";
 pub const READY: &str = "switchyard_server_ready";
+pub const REQUESTS_LIMITED_TOTAL: &str = "switchyard_server_requests_limited_total";
 pub const SLEEPS_TOTAL: &str = "switchyard_server_sleeps_total";
 pub const TOKENS_TOTAL: &str = "switchyard_server_tokens_total";
 pub const WEIGHTS_DAMAGED_TOTAL: &str = "switchyard_server_weights_damaged_total";

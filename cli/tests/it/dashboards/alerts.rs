@@ -77,6 +77,14 @@ fn fleet() -> Vec<Alert> {
             description: "`switchyard status` names the members and the reason. Check --advertise and the network.",
         },
         Alert {
+            name: "SwitchyardMembersInsecure",
+            expr: format!("{} > 0", control::MEMBERS_INSECURE),
+            hold: Some("1m"),
+            severity: "warning",
+            summary: "other hosts reach {{ $value }} expert servers in plain text or without a ticket",
+            description: "`switchyard status` names the servers. Start them with --tls DIR and without --tickets off.",
+        },
+        Alert {
             name: "SwitchyardPlanShort",
             expr: format!("{} > 0", control::PLAN_SHORT),
             hold: Some("2m"),

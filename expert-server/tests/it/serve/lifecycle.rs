@@ -377,6 +377,8 @@ async fn a_flood_of_requests_is_refused() {
         refused.contains("retry-after: ") && refused.contains("too many requests"),
         "{refused}"
     );
+    let limited = metric(server.metrics(), "switchyard_server_requests_limited_total");
+    assert_eq!(limited, 1.0);
     let socket = tokio::net::TcpSocket::new_v4().expect("a socket");
     socket.bind(([127, 0, 0, 2], 0).into()).expect("another address");
     let mut other = socket.connect(addr).await.expect("connected");
