@@ -237,7 +237,8 @@ fn strangers_in_the_tls_handshake_are_ended() {
     let by = TestTransport::Tcp;
     let config = EngineConfig {
         max_handshakes: 64,
-        handshake_timeout: Duration::from_millis(500),
+        // A handshake of a friend takes far less, also on a busy host.
+        handshake_timeout: Duration::from_secs(5),
         ..secured(by, certificates.of_host("there"))
     };
     let there = Engine::start(config).unwrap();
@@ -258,10 +259,16 @@ fn strangers_in_the_tls_handshake_are_ended() {
         let _ = stream.read(&mut [0; 4096]);
         strangers.push(stream);
     }
-    let out = connect(&here, &there).unwrap();
+    // Its place may go to a stranger that is newer.
+    let mut out = None;
+    until("the friend gets in", || {
+        out = connect(&here, &there).ok();
+        out.is_some()
+    });
+    let out = out.unwrap();
     out.notify(b"served", soon()).unwrap();
     assert_eq!(there.next_notification(soon()).unwrap().bytes, b"served");
-    assert!(there.stats().num_refused > 0);
+    until("refused strangers are counted", || there.stats().num_refused > 0);
     // So few that no newer connection takes their place: these end at the deadline.
     strangers.extend((0..3).map(|_| TcpStream::connect(addr).unwrap()));
     for (idx, mut stream) in strangers.into_iter().enumerate() {
