@@ -184,7 +184,7 @@ async fn a_client_gets_tickets_through_a_follower() {
         let refused = ticket(&client(&follower, token), request).await.unwrap_err();
         assert_eq!(refused.code(), Some(code::FORBIDDEN), "{refused}");
     }
-    // The leader's log has the callers, and no entry of the follower. The follower refuses the viewer by itself.
+    // The leader's log has the callers, also the viewer, whom the follower refuses by itself.
     let log = client(&leader, &viewer).audit(0).await.unwrap();
     let issued = log.entries.iter().filter(|entry| entry.action == "ticket");
     let seen: Vec<_> =
@@ -195,6 +195,7 @@ async fn a_client_gets_tickets_through_a_follower() {
         ("gpu-1", address, "ok"),
         ("cluster-token", address, "ok"),
         ("engine", address, "forbidden"),
+        ("wall", address, "forbidden"),
     ];
     assert_eq!(seen, expected);
 
