@@ -675,7 +675,8 @@ mod tests {
             let (code, message) = (code.to_owned(), message.clone());
             ControlError::Rejected { status: 503, code, message }
         };
-        let refused = ControlError::Unauthorized { url: url.clone(), message: message.clone() };
+        let (has_token, refusal) = (true, message.clone());
+        let refused = ControlError::Unauthorized { url: url.clone(), message: refusal, has_token };
         let mut outage = Outage::default();
         assert!(outage.is_news(&unreachable("refused"), false));
         assert!(!outage.is_news(&unreachable("reset"), true));

@@ -473,3 +473,27 @@ async fn the_last_keys_count_until_they_end() {
     assert!(show(&signer).await.message.contains("no keys"));
     assert_eq!(site.welcomed(), 3);
 }
+
+/// A listener counts connections by the holder that the control plane has verified, not by the name that a client
+/// chooses. A holder with an address stands for a whole fleet, and has no share.
+#[test]
+fn the_gate_names_the_holder_of_a_ticket() {
+    let signer = Signer::new();
+    let gate = TicketGate::new(SERVER.to_owned(), Role::Client);
+    let mut state = LeaseState::default();
+    state.ticket_keys = Some(Arc::new(keys(&signer, DEFAULT_LIFE)));
+    let lease = watch::Sender::new(state);
+    gate.follow(INCARNATION, lease.subscribe());
+    let client = Arc::new(SecretKey::generate().unwrap());
+    let binding = HandshakeBinding { channel: None, hello: b"hello", peer: None };
+    for (holder, counted) in [
+        ("engine-1", Some("engine-1")),
+        ("cluster-token at 10.0.0.9", None),
+        ("anonymous at 2001:db8::/64", None),
+    ] {
+        let ticket = signer.ticket(&client, |claims| claims.holder = holder.to_owned());
+        let shown = proves(ticket, &client, SERVER, INCARNATION).show(&binding).unwrap();
+        let found = gate.check(Some(&shown), &binding).expect("a good ticket");
+        assert_eq!(found.as_deref(), counted);
+    }
+}
