@@ -110,11 +110,16 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             outln!("{line}");
         }
     }
-    Ok(match health {
+    Ok(exit_code(health))
+}
+
+/// Exit code that tells scripts the health of a fleet.
+pub(super) fn exit_code(health: Health) -> ExitCode {
+    match health {
         Health::Healthy => ExitCode::SUCCESS,
         Health::Degraded => ExitCode::from(DEGRADED_EXIT_CODE),
         Health::Down => ExitCode::FAILURE,
-    })
+    }
 }
 
 /// Exit code for a fleet that serves every expert, but not as planned.

@@ -13,6 +13,7 @@ use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 
 use self::view::{History, Order, Screen, Snapshot};
+use super::status::exit_code;
 use crate::{Global, ui};
 
 /// Options of `top`.
@@ -28,8 +29,12 @@ pub struct Args {
         value_parser = clap::value_parser!(u64).range(100..=60_000)
     )]
     interval_ms: u64,
-    /// Print one picture and end, for scripts. Without a terminal this is always so.
-    #[arg(long, env = "SWITCHYARD_ONCE")]
+    /// Print one picture and end, for scripts. Without a terminal this is always so. The exit code is that of `status`.
+    #[arg(
+        long,
+        env = "SWITCHYARD_ONCE",
+        value_parser = clap::builder::FalseyValueParser::new()
+    )]
     once: bool,
     /// Order of the servers.
     #[arg(long, env = "SWITCHYARD_ORDER", default_value = "name")]
@@ -46,15 +51,18 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     let look = || runtime.block_on(snapshot(&client));
     if global.json {
         let Snapshot { status, members } = look()?;
-        ui::print_json(&serde_json::json!({ "status": status, "members": members }))?;
-        return Ok(ExitCode::SUCCESS);
+        let (health, problems) = status.health();
+        ui::print_json(&serde_json::json!({
+            "health": health.as_str(), "problems": problems, "status": status, "members": members
+        }))?;
+        return Ok(exit_code(health));
     }
     if args.once || !std::io::stdout().is_terminal() {
         let snapshot = look()?;
         let mut history = History::default();
         history.add(&snapshot);
         outln!("{}", picture(url, &snapshot, &history, args.order)?);
-        return Ok(ExitCode::SUCCESS);
+        return Ok(exit_code(snapshot.status.health().0));
     }
     // The first look, before the screen changes: an error stays readable.
     let first = look()?;
@@ -91,6 +99,7 @@ fn live(
             order,
             offset,
             failure: failure.as_deref(),
+            is_live: true,
         };
         terminal.draw(|frame| screen.draw(frame)).context("cannot draw")?;
         if event::poll(due.saturating_duration_since(Instant::now())).context("cannot read keys")? {
@@ -125,11 +134,11 @@ fn live(
     }
 }
 
-/// One picture as text, without colours, with a line for every server.
+/// One picture as text, without colours, with a line for every problem and every server.
 fn picture(url: &str, snapshot: &Snapshot, history: &History, order: Order) -> Result<String> {
-    let height = u16::try_from(view::HEAD_LINES + snapshot.members.len()).unwrap_or(u16::MAX);
+    let screen = Screen { url, snapshot, history, order, offset: 0, failure: None, is_live: false };
+    let height = screen.num_lines();
     let mut terminal = Terminal::new(TestBackend::new(PICTURE_WIDTH, height))?;
-    let screen = Screen { url, snapshot, history, order, offset: 0, failure: None };
     terminal.draw(|frame| screen.draw(frame))?;
     let buffer = terminal.backend().buffer();
     let lines = (0..height).map(|y| {

@@ -70,18 +70,21 @@ pub struct Screen<'a> {
     pub offset: usize,
     /// The reason why the last look failed.
     pub failure: Option<&'a str>,
+    /// False for a picture: it has all problems, and no keys.
+    pub is_live: bool,
 }
 
 impl Screen<'_> {
     pub fn draw(&self, frame: &mut Frame<'_>) {
+        let notes = self.notes();
         let [head, load, table, foot] = Layout::vertical([
-            Constraint::Length(3),
-            Constraint::Length(2),
+            Constraint::Length(FIRST_LINES + notes.len() as u16),
+            Constraint::Length(LOAD_LINES),
             Constraint::Min(1),
-            Constraint::Length(1),
+            Constraint::Length(u16::from(self.is_live)),
         ])
         .areas(frame.area());
-        self.draw_head(frame, head);
+        self.draw_head(frame, head, notes);
         self.draw_load(frame, load);
         self.draw_servers(frame, table);
         let keys = Style::new().add_modifier(Modifier::DIM);
@@ -89,9 +92,36 @@ impl Screen<'_> {
         frame.render_widget(Paragraph::new(text).style(keys), foot);
     }
 
-    fn draw_head(&self, frame: &mut Frame<'_>, area: Rect) {
+    /// Lines of a picture with all problems and servers.
+    pub fn num_lines(&self) -> u16 {
+        let num_rows = self.notes().len() + self.snapshot.members.len();
+        u16::try_from(num_rows).unwrap_or(u16::MAX).saturating_add(FIRST_LINES + LOAD_LINES + 1)
+    }
+
+    /// The problems, a line each. A terminal has room for a few: the last line then counts the others.
+    fn notes(&self) -> Vec<Line<'static>> {
+        if let Some(failure) = self.failure {
+            return vec![Line::styled(format!("no answer: {}", printable(failure)), Color::Red)];
+        }
+        let (_, problems) = self.snapshot.status.health();
+        let most = if self.is_live { MAX_LIVE_PROBLEMS } else { usize::MAX };
+        let num_shown = if problems.len() > most { most - 1 } else { problems.len() };
+        let shown = problems[..num_shown].iter().map(|problem| printable(problem));
+        let mut notes: Vec<_> = shown.map(|text| Line::styled(text, Color::Yellow)).collect();
+        match problems.len() - num_shown {
+            0 if notes.is_empty() => notes.push(Line::raw("everything is as planned")),
+            0 => {}
+            num_more => {
+                let text = format!("and {num_more} more: see `switchyard status`");
+                notes.push(Line::styled(text, Color::Yellow));
+            }
+        }
+        notes
+    }
+
+    fn draw_head(&self, frame: &mut Frame<'_>, area: Rect, notes: Vec<Line<'static>>) {
         let status = &self.snapshot.status;
-        let (health, problems) = status.health();
+        let (health, _) = status.health();
         let colour = match health {
             Health::Healthy => Color::Green,
             Health::Degraded => Color::Yellow,
@@ -121,14 +151,8 @@ impl Screen<'_> {
             status.num_watchers,
             status.replicas
         );
-        let third = match (self.failure, problems.first()) {
-            (Some(failure), _) => {
-                Line::styled(format!("no answer: {}", printable(failure)), Color::Red)
-            }
-            (None, Some(problem)) => Line::styled(printable(problem), Color::Yellow),
-            (None, None) => Line::raw("everything is as planned"),
-        };
-        frame.render_widget(Paragraph::new(vec![first, Line::raw(second), third]), area);
+        let lines: Vec<_> = [first, Line::raw(second)].into_iter().chain(notes).collect();
+        frame.render_widget(Paragraph::new(lines), area);
     }
 
     fn draw_load(&self, frame: &mut Frame<'_>, area: Rect) {
@@ -223,8 +247,11 @@ fn printable(text: &str) -> String {
     text.chars().map(|c| if is_disruptive(c) { '\u{fffd}' } else { c }).collect()
 }
 
-/// Lines of a picture beside those of servers.
-pub const HEAD_LINES: usize = 7;
+/// Lines before those of problems, and lines of the load.
+const FIRST_LINES: u16 = 2;
+const LOAD_LINES: u16 = 2;
+/// Lines of a terminal for problems.
+const MAX_LIVE_PROBLEMS: usize = 4;
 const MAX_LOOKS: usize = 600;
 
 #[cfg(test)]
@@ -294,6 +321,31 @@ mod tests {
         assert!(busy < quiet && quiet < gone);
         let [busy, gone, quiet] = places(&picture(Order::State));
         assert!(gone < busy && gone < quiet);
+    }
+
+    #[test]
+    fn a_picture_has_every_problem_and_a_terminal_says_how_many_more() {
+        let (mut snapshot, history) = (snapshot(), History::default());
+        snapshot.status.problems = (0..9).map(|nth| format!("trouble {nth}")).collect();
+        let num_problems = snapshot.status.health().1.len();
+        let text = super::super::picture("url", &snapshot, &history, Order::Name).unwrap();
+        for nth in 0..9 {
+            assert!(text.contains(&format!("trouble {nth}")), "{text}");
+        }
+        assert!(text.contains("quiet") && !text.contains("quit"), "{text}");
+        let (order, url) = (Order::Name, "url");
+        let screen = Screen {
+            url,
+            snapshot: &snapshot,
+            history: &history,
+            order,
+            offset: 0,
+            failure: None,
+            is_live: true,
+        };
+        let notes: Vec<String> = screen.notes().iter().map(ToString::to_string).collect();
+        assert_eq!(notes.len(), MAX_LIVE_PROBLEMS);
+        assert!(notes[3].contains(&format!("and {} more", num_problems - 3)), "{notes:?}");
     }
 
     #[test]
