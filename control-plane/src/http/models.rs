@@ -60,6 +60,7 @@ pub(super) async fn switch_model(
 /// Ends an update before its switch: the servers of the next model are drained. Durable before the response is sent.
 #[utoipa::path(post, path = "/v1/models/abort", tag = "models", responses(
     (status = 200, description = "The servers of the next model leave", body = EditionList),
+    (status = 400, description = "`bad_request`: a body other than `{}`", body = ApiError),
     (status = 409, description = "`model_update`: nothing to abort", body = ApiError),
     (status = 503, description = "`store_read_only`", body = ApiError)))]
 pub(super) async fn abort_update(

@@ -182,6 +182,8 @@ mod tests {
             let has = |status: &str| operation["responses"].get(status).is_some();
             assert!(["408", "413", "429"].into_iter().all(has), "{name}");
             assert_eq!(["401", "403"].map(has), [!is_open; 2], "{name}");
+            // Every change reads a body, if only to see that it has none.
+            assert!(route.method == "GET" || has("400"), "{name}");
             // Changes are for roles that can make them, and never for viewers.
             assert!(route.method == "GET" || !roles.contains(&"viewer"), "{name}");
             assert!(is_open || !roles.is_empty(), "{name}");

@@ -247,6 +247,7 @@ pub(super) async fn register(
 #[utoipa::path(delete, path = "/v1/members/{id}", tag = "members",
     params(("id" = MemberId, Path, description = "Member")), responses(
     (status = 204, description = "Removed"),
+    (status = 400, description = "`bad_request`: a body other than `{}`", body = ApiError),
     (status = 404, description = "`unknown_member`", body = ApiError),
     (status = 409, description = "`superseded`", body = ApiError)))]
 pub(super) async fn leave(
@@ -312,6 +313,7 @@ pub(super) async fn drain(
 #[utoipa::path(post, path = "/v1/members/{id}/resume", tag = "members",
     params(("id" = MemberId, Path, description = "Member")), responses(
     (status = 200, description = "In the placement again, if it was draining", body = MemberInfo),
+    (status = 400, description = "`bad_request`: a body other than `{}`", body = ApiError),
     (status = 404, description = "`unknown_member`", body = ApiError),
     (status = 409, description = "`lease_expired`, `superseded`", body = ApiError),
     (status = 503, description = "`store_read_only`: the change is not in force", body = ApiError)))]

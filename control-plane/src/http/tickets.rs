@@ -60,6 +60,7 @@ pub(super) async fn issue(
 /// of the control plane would lose it: send it again once the store can be written.
 #[utoipa::path(post, path = "/v1/tickets/revoke", tag = "tickets", responses(
     (status = 200, description = "Revoked", body = RevokeResponse),
+    (status = 400, description = "`bad_request`: a body other than `{}`", body = ApiError),
     (status = 503, description = "`store_read_only`, `shutting_down`", body = ApiError)))]
 pub(super) async fn revoke(
     State(app): State<App>,
