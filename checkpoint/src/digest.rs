@@ -97,10 +97,12 @@ impl Checkpoint {
         let mut found = std::thread::scope(|scope| {
             let threads = match coverage {
                 // They wait for the disk most of the time, unless the files are in memory.
-                Coverage::Sampled => SAMPLING_THREADS * threads.max(1),
+                Coverage::Sampled => SAMPLING_THREADS.saturating_mul(threads.max(1)),
                 Coverage::Full => threads.max(1),
             };
-            let helpers: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+            // With fewer threads than asked for, the others do their part.
+            let start = |_| std::thread::Builder::new().spawn_scoped(scope, work).ok();
+            let helpers: Vec<_> = (1..threads.min(MAX_THREADS)).map_while(start).collect();
             let mut found = work();
             progress(done.load(Ordering::Relaxed), names.len());
             for helper in helpers {
@@ -318,6 +320,8 @@ const CHUNKS: usize = 16;
 const CHUNK_BYTES: usize = 4096;
 /// Threads that read samples, for each thread that the caller allows.
 const SAMPLING_THREADS: usize = 4;
+/// More threads wait for the same disk.
+const MAX_THREADS: usize = 4096;
 /// Tensors that a thread takes at once.
 const TENSORS_AT_ONCE: usize = 16;
 

@@ -451,6 +451,11 @@ pub fn fingerprint(text: &str) -> Result<String, String> {
 
 const FINGERPRINT_DIGITS: usize = 64;
 
+/// Parser of a number of compute threads. Far more than CPUs would end in a panic where the system starts no more.
+pub fn threads() -> clap::builder::RangedU64ValueParser<usize> {
+    clap::builder::RangedU64ValueParser::new().range(..=1024)
+}
+
 /// Options of a client.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ClientArgs {

@@ -44,6 +44,9 @@ pub enum CertsError {
     /// A file cannot be read.
     #[error("cannot read {} ({source}): expected a folder that `switchyard certs init` has made", .file.display())]
     Read { file: PathBuf, source: io::Error },
+    /// A file to show cannot be read.
+    #[error("cannot read {} ({source}): expected a file with certificates in PEM format", .file.display())]
+    Show { file: PathBuf, source: io::Error },
     /// A file has other contents.
     #[error("{} is not usable ({reason})", .file.display())]
     Damaged { file: PathBuf, reason: String },
@@ -61,9 +64,6 @@ pub enum CertsError {
         "a certificate for servers needs --address: the host names and IP addresses by which clients reach them"
     )]
     NoAddress,
-    /// The number of days is out of range.
-    #[error("{found} days: expected 1 to 3650")]
-    Days { found: u32 },
     /// The library failed.
     #[error("the certificate could not be made: {0}")]
     Make(#[from] rcgen::Error),
@@ -243,14 +243,6 @@ impl Authority {
 pub fn validity_from_now(days: u32) -> (SystemTime, SystemTime) {
     let now = SystemTime::now();
     (now - CLOCK_SKEW, now + Duration::from_secs(u64::from(days) * 86_400))
-}
-
-/// Checks a validity in days, as users give it.
-///
-/// # Errors
-/// [`CertsError::Days`].
-pub fn check_days(days: u32) -> Result<(), CertsError> {
-    if (1..=CA_DAYS).contains(&days) { Ok(()) } else { Err(CertsError::Days { found: days }) }
 }
 
 fn params(not_before: SystemTime, not_after: SystemTime) -> CertificateParams {

@@ -1,12 +1,12 @@
 //! `switchyard certs`: a small certificate authority for one fleet.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use control_api::trust::Role;
 use control_api::trust::certs::{
-    Authority, CA_FILE, CA_KEY_FILE, CertificateInfo, Request, check_days, read_certificates,
+    Authority, CA_FILE, CA_KEY_FILE, CERT_FILE, CertificateInfo, Request, read_certificates,
     validity_from_now,
 };
 
@@ -63,7 +63,12 @@ struct IssueArgs {
     )]
     address: Vec<String>,
     /// Days until the certificate ends, 1 to 3650.
-    #[arg(long, env = "SWITCHYARD_CERTS_DAYS", default_value_t = 365)]
+    #[arg(
+        long,
+        env = "SWITCHYARD_CERTS_DAYS",
+        default_value_t = 365,
+        value_parser = clap::value_parser!(u32).range(1..=3650)
+    )]
     days: u32,
     /// Folder to write into. Default: one with the holder's name in the folder of the authority.
     #[arg(long, env = "SWITCHYARD_CERTS_OUT", value_name = "DIR")]
@@ -79,7 +84,7 @@ struct IssueArgs {
 
 #[derive(Debug, clap::Args)]
 struct ShowArgs {
-    /// A file with certificates in PEM format.
+    /// A file with certificates in PEM format, or a folder of `certs`.
     file: PathBuf,
 }
 
@@ -107,10 +112,12 @@ fn init(global: &Global, args: &InitArgs) -> Result<()> {
 }
 
 fn issue(global: &Global, args: IssueArgs) -> Result<()> {
-    check_days(args.days)?;
     let (not_before, not_after) = validity_from_now(args.days);
     let IssueArgs { role, name, address: addresses, .. } = args;
     let out = args.out.unwrap_or_else(|| args.dir.join(&name));
+    if out.is_file() {
+        bail!("{} is a file: give another --name, or a folder by --out DIR", out.display());
+    }
     let request = Request { name, role, addresses, not_before, not_after };
     Authority::open(&args.dir)?.issue_into(&out, &request, args.force)?;
     if global.json {
@@ -122,7 +129,7 @@ fn issue(global: &Global, args: IssueArgs) -> Result<()> {
 }
 
 fn show(global: &Global, args: &ShowArgs) -> Result<()> {
-    let certificates = read_certificates(&args.file)?;
+    let certificates = read_certificates(&file_of(&args.file))?;
     if global.json {
         return ui::print_json(&certificates);
     }
@@ -130,6 +137,12 @@ fn show(global: &Global, args: &ShowArgs) -> Result<()> {
         outln!("{}", line(certificate));
     }
     Ok(())
+}
+
+/// The file with the certificate of a folder of `certs`, or `path` itself.
+fn file_of(path: &Path) -> PathBuf {
+    let inside = [CERT_FILE, CA_FILE].map(|name| path.join(name));
+    inside.into_iter().find(|file| file.is_file()).unwrap_or_else(|| path.to_owned())
 }
 
 fn line(certificate: &CertificateInfo) -> String {

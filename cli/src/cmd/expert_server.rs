@@ -106,8 +106,8 @@ pub struct Args {
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(..=64)
     )]
     proxy_threads: usize,
-    /// Number of compute threads. 0 uses one per CPU.
-    #[arg(long, env = "SWITCHYARD_THREADS", default_value_t = 0)]
+    /// Number of compute threads, up to 1024. 0 uses one per CPU.
+    #[arg(long, env = "SWITCHYARD_THREADS", default_value_t = 0, value_parser = super::threads())]
     threads: usize,
     /// CPUs to pin the compute threads to, such as 0,1,2. Default: no pinning.
     #[arg(long, env = "SWITCHYARD_CPUS", value_name = "LIST", value_delimiter = ',')]
@@ -312,13 +312,14 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
         .build()
         .context("cannot start the runtime")?;
     let json = global.json;
-    runtime.block_on(async move {
-        let shutdown = super::shutdown_signal()?;
+    let ended = runtime.block_on(async move {
+        let mut shutdown = Box::pin(super::shutdown_signal()?);
+        let name = config.name.clone();
         let bar = ui::bytes_bar(json, 0, "loading experts");
         let loading = bar.clone();
         let memory = host::memory(std::path::Path::new("/"));
         let mut has_warned = false;
-        let server = ExpertServer::start(config, move |progress| {
+        let starting = ExpertServer::start(config, move |progress| {
             // Experts of one layer shape: the bytes of the rest follow from the bytes so far.
             let done = progress.num_loaded.max(1) as u64;
             let expected = progress.loaded_bytes / done * progress.num_experts as u64;
@@ -335,8 +336,15 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             }
             loading.set_length(expected);
             loading.set_position(progress.loaded_bytes);
-        })
-        .await?;
+        });
+        // Nothing is served yet, so nothing has to be finished.
+        let server = tokio::select! {
+            server = starting => server?,
+            () = &mut shutdown => {
+                bar.finish_and_clear();
+                return stopped_early(json, &name);
+            }
+        };
         bar.finish_and_clear();
         let held = server.holds().num_experts();
         if json {
@@ -364,12 +372,27 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
                 outln!("metrics on {scheme}://{addr}/metrics");
             }
         }
-        server.serving(SERVING_TIMEOUT).await?;
-        if json {
+        let is_serving = tokio::select! {
+            serving = server.serving(SERVING_TIMEOUT) => serving.map(|()| true)?,
+            () = &mut shutdown => false,
+        };
+        if json && is_serving {
             ui::print_json_line(&serde_json::json!({ "event": "serving", "name": server.name() }))?;
         }
+        let asked_to_end = async {
+            if is_serving {
+                shutdown.await;
+            }
+        };
         tokio::select! {
-            () = shutdown => server.drain().await,
+            () = asked_to_end => {
+                // A second signal ends the process at once.
+                let impatient = super::shutdown_signal()?;
+                tokio::select! {
+                    () = server.drain() => {}
+                    () = impatient => return stopped_early(json, &name),
+                }
+            }
             () = drained(&server), if args.exit_when_drained => server.drain().await,
             ended = server.wait() => {
                 ended?;
@@ -381,7 +404,19 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
             ui::print_json_line(&serde_json::json!({ "event": "drained", "name": server.name() }))?;
         }
         Ok(ExitCode::SUCCESS)
-    })
+    });
+    // Threads that load experts would otherwise be waited for.
+    runtime.shutdown_background();
+    ended
+}
+
+/// The end of a server by a signal, without a drain.
+fn stopped_early(json: bool, name: &str) -> Result<ExitCode> {
+    match json {
+        true => ui::print_json_line(&serde_json::json!({ "event": "stopped", "name": name }))?,
+        false => outln!("{name} ends without a drain"),
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Completes once the server is drained. A drain that is taken back at once may pass unnoticed.

@@ -22,7 +22,13 @@ pub struct Args {
     #[arg(long, env = "SWITCHYARD_MAX_NEW_TOKENS", default_value_t = 64)]
     max_new_tokens: usize,
     /// Sampling temperature. 0 always takes the most likely token.
-    #[arg(long, env = "SWITCHYARD_TEMPERATURE", default_value_t = 0.0)]
+    #[arg(
+        long,
+        env = "SWITCHYARD_TEMPERATURE",
+        default_value_t = 0.0,
+        value_parser = parse_temperature,
+        allow_negative_numbers = true
+    )]
     temperature: f32,
     /// Seed of the random choice of tokens.
     #[arg(long, env = "SWITCHYARD_SEED", default_value_t = 0)]
@@ -33,6 +39,14 @@ pub struct Args {
     local: super::LocalArgs,
     #[command(flatten)]
     client: super::ClientArgs,
+}
+
+fn parse_temperature(text: &str) -> Result<f32, String> {
+    let found = text.parse::<f32>().map_err(|error| error.to_string())?;
+    match found.is_finite() && found >= 0.0 {
+        true => Ok(found),
+        false => Err("expected 0 or a positive number".to_owned()),
+    }
 }
 
 pub fn run(global: &Global, args: Args) -> Result<ExitCode> {

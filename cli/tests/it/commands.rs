@@ -19,6 +19,13 @@ fn wrong_usage_exits_with_2() {
         &["nonsense"],
         &["demo", "--servers", "many"],
         &["expert-server", "--model", ".", "--name", ""],
+        &["expert-server", "--model", ".", "--name", "a b"],
+        &["expert-server", "--model", ".", "--name", "a", "--threads", "100000"],
+        &["bench", "moe", "--threads", "1025"],
+        &["generate", "--prompt", "hi", "--temperature", "nan"],
+        &["generate", "--prompt", "hi", "--temperature", "-1"],
+        &["certs", "issue", "ca", "--role", "viewer", "--name", "a", "--days", "0"],
+        &["certs", "issue", "ca", "--role", "viewer", "--name", "a", "--days", "99999999999"],
     ] {
         let output = run(args, &[]);
         assert_eq!(output.status.code(), Some(2), "{args:?}");
@@ -78,6 +85,29 @@ fn a_log_that_cannot_be_written_does_not_stop_a_server() {
     std::net::TcpStream::connect(&addr).expect("the listener is still there");
     server.kill().expect("kill");
     server.wait().expect("wait");
+}
+
+/// A server that waits for its control plane, and could wait for half a minute.
+#[test]
+fn a_signal_before_a_server_serves_ends_it() {
+    let mut server = Command::new(env!("CARGO_BIN_EXE_switchyard"))
+        .args(["expert-server", "--name", "a", "--listen", "127.0.0.1:0", "--threads", "1"])
+        .arg("--model")
+        .arg(tiny())
+        .args(["--control-plane", "http://127.0.0.1:9", "--json"])
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .expect("start");
+    // It says that the control plane is unreachable, after it has begun to wait for signals.
+    let mut log = BufReader::new(server.stderr.take().expect("stderr")).lines();
+    log.next().expect("a line").expect("a line");
+    let pid = rustix::process::Pid::from_child(&server);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("a signal");
+    let output = server.wait_with_output().expect("an end");
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains(r#""event":"stopped""#), "{text}");
 }
 
 #[test]

@@ -12,8 +12,8 @@ use crate::observability::{Family, live_metrics};
 #[test]
 fn the_reference_of_the_command_line_is_current() {
     let mut text = format!(
-        "# Command line\n\n{GENERATED}\n\nEvery option is also an environment variable. \
-         An option on the command line overrides its variable. Exit codes: 0 for success, 1 for a \
+        "# Command line\n\n{GENERATED}\n\nEvery option is also an environment variable; an \
+         argument without dashes is none. An option on the command line overrides its variable. Exit codes: 0 for success, 1 for a \
          failure (one line on standard error that starts with `error:`), 2 for wrong usage.\n"
     );
     let mut command = switchyard_cli::Cli::command();
@@ -26,6 +26,29 @@ fn the_reference_of_the_command_line_is_current() {
         describe(&mut text, subcommand, "switchyard");
     }
     compare("cli.md", &text, |line| !MISSING_OPTIONS.iter().any(|name| line.starts_with(name)));
+}
+
+/// Every flag's variable takes `1`, not only `true`.
+#[test]
+fn variables_of_flags_take_1() {
+    fn check(command: &clap::Command, num_flags: &mut usize) {
+        for arg in command.get_arguments() {
+            if arg.get_env().is_some() && matches!(arg.get_action(), clap::ArgAction::SetTrue) {
+                *num_flags += 1;
+                let parser = format!("{:?}", arg.get_value_parser());
+                let name = arg.get_id();
+                assert!(
+                    !parser.ends_with("::bool"),
+                    "--{name}: give it FalseyValueParser ({parser})"
+                );
+            }
+        }
+        command.get_subcommands().for_each(|command| check(command, num_flags));
+    }
+    let (mut command, mut num_flags) = (switchyard_cli::Cli::command(), 0);
+    command.build();
+    check(&command, &mut num_flags);
+    assert!(num_flags > 3, "only {num_flags} flags");
 }
 
 #[test]
@@ -59,9 +82,11 @@ fn describe(text: &mut String, command: &clap::Command, parent: &str) {
     let about = about.map(ToString::to_string).unwrap_or_default();
     let _ = write!(text, "\n## `{name}`\n\n{}\n", sentence(&about));
     let own = |arg: &&clap::Arg| is_documented(arg) && !arg.is_global_set();
-    let options: Vec<String> = command.get_arguments().filter(own).map(option).collect();
-    if !options.is_empty() {
-        let _ = write!(text, "\n{}", options.concat());
+    let (positional, options): (Vec<_>, Vec<_>) =
+        command.get_arguments().filter(own).partition(|arg| arg.is_positional());
+    let lines: Vec<String> = positional.into_iter().chain(options).map(option).collect();
+    if !lines.is_empty() {
+        let _ = write!(text, "\n{}", lines.concat());
     }
     for subcommand in documented_subcommands(command) {
         describe(text, subcommand, &name);
@@ -79,7 +104,7 @@ fn is_documented(arg: &clap::Arg) -> bool {
 
 /// One line of Markdown for an option.
 fn option(arg: &clap::Arg) -> String {
-    let long = arg.get_long().unwrap_or(arg.get_id().as_str());
+    let long = arg.get_long().unwrap_or_default();
     let values = match arg.get_value_names() {
         Some(names) if arg.get_action().takes_values() => {
             let names: Vec<&str> = names.iter().map(clap::builder::Str::as_str).collect();
@@ -88,7 +113,12 @@ fn option(arg: &clap::Arg) -> String {
         _ => String::new(),
     };
     let help = arg.get_long_help().or(arg.get_help()).map(ToString::to_string).unwrap_or_default();
-    let mut line = format!("- `--{long}{values}`: {}", sentence(&help));
+    let name = if arg.is_positional() {
+        values.trim_start().to_owned()
+    } else {
+        format!("--{long}{values}")
+    };
+    let mut line = format!("- `{name}`: {}", sentence(&help));
     let possible: Vec<String> = arg
         .get_possible_values()
         .iter()

@@ -209,8 +209,9 @@ fn secrets_show_up_nowhere() {
     assert!(!fleet.run(&generate, &[("SWITCHYARD_TOKEN", &wrong)], "wrong"));
     let drain = ["drain", "a", "--control-plane", &url];
     assert!(!fleet.run(&drain, &[("SWITCHYARD_TOKEN", &client)], "forbidden"));
-    for action in ["drain", "resume"] {
-        let args = [action, "a", "--control-plane", &url];
+    // It has the only replicas.
+    for (action, more) in [("drain", &["--force"][..]), ("resume", &[])] {
+        let args = [&[action, "a", "--control-plane", &url], more].concat();
         assert!(fleet.run(&args, &[("SWITCHYARD_TOKEN", &operator)], action));
     }
     let doctor = ["doctor", "--control-plane", &url];

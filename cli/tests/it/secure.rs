@@ -100,9 +100,19 @@ fn three_commands_make_a_secure_fleet() {
     }
     let again = failure(&["certs", "init", ca]);
     assert!(again.contains("exists") && again.contains("--force"), "{again}");
-    let shown = run(&["certs", "show", &format!("{fleet}/cert.pem")]);
-    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
-    assert!(shown.starts_with("server fleet at 127.0.0.1, until 20"), "{shown}");
+    for (path, expected) in [
+        (&format!("{fleet}/cert.pem")[..], "server fleet at 127.0.0.1, until 20"),
+        (fleet, "server fleet at 127.0.0.1, until 20"),
+        (ca, "authority "),
+    ] {
+        let shown = run(&["certs", "show", path]);
+        let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+        assert!(shown.starts_with(expected), "{shown}");
+    }
+    let line = failure(&["certs", "show", "nosuch.pem"]);
+    assert!(line.contains("a file with certificates"), "{line}");
+    let line = failure(&["certs", "issue", ca, "--role", "viewer", "--name", "ca.pem"]);
+    assert!(line.contains("--name") && line.contains("--out"), "{line}");
 
     let control = Process::start(
         &["control-plane", "--listen", "127.0.0.1:0", "--servers", "1", "--tls", fleet],
@@ -233,6 +243,11 @@ fn the_status_names_insecure_servers() {
         match expected {
             Some(expected) => {
                 assert_eq!(output.status.code(), Some(3), "{text}");
+                // Scripts that look at the picture learn the same.
+                for args in [&["top", "--once"][..], &["top", "--json"]] {
+                    let picture = run(&[args, &["--control-plane", &url]].concat());
+                    assert_eq!(picture.status.code(), Some(3), "{picture:?}");
+                }
                 let line = format!("INSECURE: gpu-1: {expected}");
                 assert!(text.contains(&line) && problems.contains(&line), "{text}\n{problems}");
                 assert!(doctor.contains(&line), "{doctor}");

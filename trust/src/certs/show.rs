@@ -42,7 +42,7 @@ pub struct CertificateInfo {
 pub fn read_certificates(file: &Path) -> Result<Vec<CertificateInfo>, CertsError> {
     let damaged = |reason: String| CertsError::Damaged { file: file.to_owned(), reason };
     let pem = fs::read(file);
-    let pem = pem.map_err(|source| CertsError::Read { file: file.to_owned(), source })?;
+    let pem = pem.map_err(|source| CertsError::Show { file: file.to_owned(), source })?;
     let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
     let certificates = certificates.map_err(|error| damaged(error.to_string()))?;
     if certificates.is_empty() {

@@ -37,8 +37,8 @@ pub struct Args {
         default_value = "1,2,4,8,16,32,64,128,256,512"
     )]
     tokens: Vec<usize>,
-    /// Compute threads in process, and of all servers together; 0 takes as many as there are CPUs.
-    #[arg(long, env = "SWITCHYARD_THREADS", default_value_t = 0)]
+    /// Compute threads in process, and of all servers together, up to 1024; 0 takes as many as there are CPUs.
+    #[arg(long, env = "SWITCHYARD_THREADS", default_value_t = 0, value_parser = crate::cmd::threads())]
     threads: usize,
     /// Expert servers that share the layer.
     #[arg(long, env = "SWITCHYARD_SERVERS", default_value_t = 1)]
