@@ -329,7 +329,7 @@ impl Access {
     /// Compares hashes, so that the time tells nothing about the token.
     pub(crate) fn is_cluster_token(&self, token: &[u8]) -> bool {
         let hash = TokenHash::of(token);
-        self.cluster_tokens.iter().any(|known| *known == hash)
+        self.cluster_tokens.contains(&hash)
     }
 
     /// Returns false once the caller's token has expired or left the token file.
