@@ -360,7 +360,7 @@ async fn resolve<F: Future<Output = std::io::Result<bool>>>(
     let started = Instant::now();
     let mut has_warned = false;
     loop {
-        let reason = match tokio::time::timeout(RESOLVE_TIMEOUT, lookup()).await {
+        let reason = match tokio::time::timeout(weights::RESOLVE_TIMEOUT, lookup()).await {
             Ok(Ok(true)) => return Ok(()),
             Ok(Ok(false)) => "the name has no address".to_owned(),
             // No name: it will not come.
@@ -368,7 +368,7 @@ async fn resolve<F: Future<Output = std::io::Result<bool>>>(
                 return Err(err.to_string());
             }
             Ok(Err(err)) => err.to_string(),
-            Err(_) => format!("no answer within {} s", RESOLVE_TIMEOUT.as_secs()),
+            Err(_) => format!("no answer within {} s", weights::RESOLVE_TIMEOUT.as_secs()),
         };
         if started.elapsed() + pause > patience {
             return Err(reason);
@@ -385,9 +385,7 @@ async fn resolve<F: Future<Output = std::io::Result<bool>>>(
     }
 }
 
-/// Longest wait for one answer of the resolver.
-pub(super) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
-/// CoreDNS remembers for 30 s that a name is not there.
+/// Longest wait for an advertised name. CoreDNS remembers for 30 s that a name is not there.
 const RESOLVE_PATIENCE: Duration = Duration::from_secs(60);
 const RESOLVE_PAUSE: Duration = Duration::from_secs(1);
 

@@ -12,7 +12,6 @@ use httpd::trust::tls::{ClientCertificates, Tls, is_exposed};
 use p2p_core::bootstrap::TicketCheck;
 use tokio::task::JoinHandle;
 
-use super::start::RESOLVE_TIMEOUT;
 use crate::backend::{Backend, LoadedBackend};
 use crate::compute::LoadProgress;
 use crate::config::{Placement, ServerConfig, WeightsFrom};
@@ -361,3 +360,5 @@ async fn load_from_peers(
 const RETRY_PERIOD: Duration = Duration::from_secs(1);
 /// Time between two reports of a load's progress.
 const REPORT_PERIOD: Duration = Duration::from_millis(500);
+/// Longest wait for one answer of the resolver.
+pub(super) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
