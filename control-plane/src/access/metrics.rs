@@ -58,7 +58,7 @@ impl AccessMetrics {
         let refused = IntCounterVec::new(
             Opts::new(
                 names::REFUSED_REQUESTS_TOTAL,
-                "Requests refused before their route saw them, by reason: unauthorized (no or a wrong identity), forbidden (wrong role or another server's member), address_rate, identity_rate, member_rate (too many requests), body_memory (too many large requests at a time).",
+                "Requests refused before their route saw them, by reason: unauthorized (no or a wrong identity), forbidden (wrong role or another server's member), address_rate, identity_rate, member_rate (too many requests). With body_memory, too many large requests came at a time.",
             ),
             &["reason"],
         )?;
