@@ -33,7 +33,7 @@ impl Coordinator {
     {
         let mut under_way = FuturesUnordered::new();
         // Members with an attempt under way. One that takes long delays no others.
-        let mut probed: HashSet<(String, u64)> = HashSet::new();
+        let mut probed = HashSet::new();
         loop {
             // A suspicion is looked into at once, but many of them cause few attempts.
             tokio::time::sleep(PROBE_PAUSE).await;
@@ -46,29 +46,31 @@ impl Coordinator {
                 self.record_attempt(&mut probed, attempt);
             }
             let due = lock(&self.fleet).due_probes(self.clock.now());
-            for (name, incarnation, addr) in due {
-                if probed.len() < max_probes && probed.insert((name.clone(), incarnation)) {
-                    let attempt = probe(addr);
-                    under_way.push(async move {
-                        let outcome = attempt.await;
-                        Attempt { name, incarnation, outcome }
-                    });
+            for of in due {
+                if probed.len() < max_probes && probed.insert(of.clone()) {
+                    let attempt = probe(of.2.clone());
+                    under_way.push(async move { Attempt { of, outcome: attempt.await } });
                 }
             }
         }
     }
 
-    fn record_attempt(&self, probed: &mut HashSet<(String, u64)>, attempt: Attempt) {
-        let Attempt { name, incarnation, outcome } = attempt;
-        self.with_fleet(|fleet, now| fleet.record_probe(&name, incarnation, outcome, now));
-        probed.remove(&(name, incarnation));
+    fn record_attempt(&self, probed: &mut HashSet<Probed>, attempt: Attempt) {
+        let Attempt { of, outcome } = attempt;
+        let (name, incarnation, addr) = &of;
+        self.with_fleet(|fleet, now| {
+            fleet.record_attempt((name, *incarnation), addr, outcome, now);
+        });
+        probed.remove(&of);
     }
 }
 
+/// Name, incarnation and address of a member to connect to.
+type Probed = (String, u64, String);
+
 /// One attempt to connect to a member.
 struct Attempt {
-    name: String,
-    incarnation: u64,
+    of: Probed,
     outcome: Result<(), ProbeError>,
 }
 

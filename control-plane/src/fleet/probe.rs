@@ -39,8 +39,22 @@ impl Fleet {
         due.into_iter().map(key).collect()
     }
 
-    /// Records the outcome of an attempt to connect to a member.
-    pub(crate) fn record_probe(
+    /// Records the outcome of an attempt to connect to a member at `data_addr`. It says nothing about another address, which
+    /// the member may have by now.
+    pub(crate) fn record_attempt(
+        &mut self,
+        (name, incarnation): (&str, u64),
+        data_addr: &str,
+        outcome: Result<(), ProbeError>,
+        now: Duration,
+    ) {
+        if self.members.get(name).is_some_and(|member| member.record.data_addr == data_addr) {
+            self.record_probe(name, incarnation, outcome, now);
+        }
+    }
+
+    /// Records the outcome of an attempt to connect to a member at its present address.
+    pub(super) fn record_probe(
         &mut self,
         name: &str,
         incarnation: u64,

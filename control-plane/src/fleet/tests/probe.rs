@@ -209,3 +209,24 @@ fn repeated_reports_of_one_client_are_one_event() {
     let events = world.fleet.take_events();
     assert!(matches!(events[..], [FleetEvent::Suspected { .. }]), "{events:?}");
 }
+
+/// The outcome of an attempt that began before the member had another address.
+#[test]
+fn an_attempt_at_an_old_address_says_nothing_about_the_new_one() {
+    for outcome in [Ok(()), Err(refused())] {
+        let mut world = World::new();
+        let member = world.serve("a", 1);
+        let due = world.fleet.due_probes(world.now);
+        let [(_, _, old)] = &*due else { panic!("{due:?}") };
+        let mut request = World::request("a", 1);
+        request.data_addr = "127.0.0.1:7001".to_owned();
+        world.fleet.register(request, world.now).unwrap();
+        world.ready(&member, 1);
+        let expected = [("a".to_owned(), 1, "127.0.0.1:7001".to_owned())];
+        assert_eq!(world.fleet.due_probes(world.now), expected);
+        world.fleet.record_attempt(("a", 1), old, outcome, world.now);
+        assert_eq!(world.fleet.due_probes(world.now), expected, "still due");
+        world.fleet.record_attempt(("a", 1), "127.0.0.1:7001", Ok(()), world.now);
+        assert_eq!(world.fleet.due_probes(world.now), []);
+    }
+}
