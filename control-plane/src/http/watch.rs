@@ -96,14 +96,16 @@ impl Watcher {
             return Some(bytes);
         }
         let keep_alive = self.app.limits.watch_keep_alive;
-        tokio::select! {
+        let next = tokio::select! {
             () = stopped(&mut self.app.shutdown) => None,
             _ = self.freshness.wait_for(|&is_fresh| !is_fresh) => None,
             change = tokio::time::timeout(keep_alive, self.changes.recv()) => match change {
                 Err(_) => Some(Bytes::from_static(b": keep-alive\n\n")),
                 Ok(change) => self.board.event_after(change, &mut self.changes),
             },
-        }
+        };
+        // The wait may have been longer than the token's life.
+        next.filter(|_| self.app.access.is_valid(&self.caller))
     }
 }
 

@@ -309,6 +309,42 @@ async fn tokens_are_rotated_while_members_renew_and_clients_watch() {
     plane.stop().await;
 }
 
+/// The stream waits for a change when the token is removed.
+#[tokio::test]
+async fn a_watch_gets_no_table_after_its_token_was_removed() {
+    let tokens = Tokens::new();
+    let (server, operator) = (tokens.add("gpu", Role::Server), tokens.add("ops", Role::Operator));
+    let removed = tokens.add("wall", Role::Viewer);
+    let mut config = tokens.config();
+    // Nothing else wakes the stream.
+    config.limits.watch_keep_alive = 2 * BOUND;
+    let plane = Plane::start(config).await;
+    let member = serve(&client_of(&plane, &server), "a", 1).await;
+    let mut stream = TcpStream::connect(plane.addr).await.unwrap();
+    let request = format!(
+        "GET /v1/placement/watch HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {removed}\r\n\
+         connection: close\r\n\r\n"
+    );
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut text = Vec::new();
+    let first = async {
+        while !text.windows(16).any(|window| window == b"event: placement") {
+            assert!(stream.read_buf(&mut text).await.unwrap() > 0, "the stream has ended");
+        }
+    };
+    tokio::time::timeout(BOUND, first).await.expect("the table in force");
+    let id = tokens::TokenHash::of(removed.as_bytes()).id();
+    tokens::remove(&tokens.path(), &id).unwrap();
+    let viewer = client_of(&plane, &removed);
+    eventually(async || viewer.placement().await.err()).await;
+    client_of(&plane, &operator).drain(&member, &DrainRequest::default()).await.unwrap();
+    let mut rest = String::new();
+    let end = tokio::time::timeout(BOUND, stream.read_to_string(&mut rest));
+    end.await.expect("the stream ends").unwrap();
+    assert!(!rest.contains("event: placement"), "{rest}");
+    plane.stop().await;
+}
+
 #[tokio::test]
 async fn a_wrong_token_file_keeps_the_old_tokens_and_says_so() {
     let tokens = Tokens::new();
