@@ -43,6 +43,9 @@ impl Process {
 
     fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
+        if signal == Signal::STOP {
+            test_support::stopped::await_stop(self.child.id());
+        }
     }
 }
 
