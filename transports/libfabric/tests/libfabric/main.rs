@@ -433,6 +433,7 @@ fn a_peer_that_stands_still_blocks_nobody() {
         channel.peer_activity() > 0
     });
     rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+    test_support::stopped::await_stop(child.id());
     let start = Instant::now();
     let mut result = Ok(());
     // Far more than any buffer on the way holds, as single additions.

@@ -266,6 +266,9 @@ fn signal(child: &Child, signal: libc::c_int) {
     // SAFETY: no memory is involved; the child has not been waited for, so the number is its own.
     let done = unsafe { libc::kill(child.id().cast_signed(), signal) };
     assert_eq!(done, 0);
+    if signal == libc::SIGSTOP {
+        test_support::stopped::await_stop(child.id());
+    }
 }
 
 #[test]
