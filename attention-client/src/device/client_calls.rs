@@ -98,7 +98,7 @@ impl DeviceClient {
             && status.handle.missing == 0
             && !executor.calls.get(idx).is_suspect;
         if is_good {
-            executor.note_latency(Running::Call(idx), started, seen);
+            executor.note_latency(Running::Call(idx), started, seen)?;
         }
         let answered = status.handle.contacted & !status.handle.missing;
         executor.peers.note_carried(answered, &executor.calls.get(idx).tables);

@@ -26,6 +26,11 @@ impl Lateness {
         Some(self.pause)
     }
 
+    /// Returns true if the server was late, and has not recovered since.
+    pub(super) fn is_late(&self) -> bool {
+        self.num_late > 0 || !self.pause.is_zero()
+    }
+
     /// The server answered a call in time.
     pub(super) fn timely(&mut self) {
         self.num_timely += 1;
@@ -50,17 +55,20 @@ mod tests {
     #[test]
     fn a_server_that_stays_late_is_asked_less_and_less_until_it_recovers() {
         let mut lateness = Lateness::default();
+        assert!(!lateness.is_late());
         let mut pauses = Vec::new();
         for _ in 0..12 {
             pauses.extend(lateness.late());
             // Few timely answers are no recovery.
             (0..MANY_TIMELY - 1).for_each(|_| lateness.timely());
+            assert!(lateness.is_late());
         }
         assert_eq!(pauses.len(), 12 - (FEW_LATE as usize - 1), "{pauses:?}");
         assert_eq!(pauses[0], FIRST_PAUSE);
         assert!(pauses.windows(2).all(|pair| pair[1] == (pair[0] * 2).min(LONGEST_PAUSE)));
         assert_eq!(pauses.last(), Some(&LONGEST_PAUSE));
         (0..MANY_TIMELY).for_each(|_| lateness.timely());
+        assert!(!lateness.is_late());
         let again: Vec<_> = (0..FEW_LATE).filter_map(|_| lateness.late()).collect();
         assert_eq!(again, [FIRST_PAUSE], "as at the beginning");
     }

@@ -259,6 +259,11 @@ impl Peers {
         Some(pause)
     }
 
+    /// Returns true if a server was late, and has not recovered since.
+    pub fn has_late(&self) -> bool {
+        self.places.iter().any(|place| place.lateness.is_late())
+    }
+
     /// Notes that the servers of mask `places` were not late.
     pub fn note_timely(&mut self, places: u32) {
         for idx in bits(places) {

@@ -82,16 +82,41 @@ impl Executor {
     }
 
     /// Notes the latency of kernels that have ended without an error, and whose wait began with [`poll`](Self::poll).
-    pub fn note_latency(&mut self, running: Running, started: Instant, seen: Seen) {
-        if seen == Seen::Nothing {
-            return;
+    pub fn note_latency(
+        &mut self,
+        running: Running,
+        started: Instant,
+        seen: Seen,
+    ) -> Result<(), DeviceError> {
+        let (pacing, num_pairs) = (&self.shared.pacing, self.num_pairs(running));
+        let elapsed = started.elapsed();
+        let is_timely = match seen {
+            // They took no longer than this.
+            Seen::Nothing => pacing.late_after(num_pairs).is_some_and(|late| elapsed < late),
+            Seen::InTime => true,
+            Seen::Late => false,
+        };
+        if seen != Seen::Nothing {
+            pacing.earn();
+            pacing.observe(num_pairs, elapsed);
         }
-        let pacing = &self.shared.pacing;
-        pacing.earn();
-        pacing.observe(self.num_pairs(running), started.elapsed());
-        if let (Running::Call(idx), Seen::InTime) = (running, seen) {
-            let contacted = self.launcher.memory.status(idx).handle.contacted;
+        if is_timely {
+            let contacted = self.contacted(running)?;
             self.peers.note_timely(contacted);
+        }
+        Ok(())
+    }
+
+    /// Places of the servers that the kernels asked, to note that these were in time. Of a replay those of the last call.
+    fn contacted(&self, running: Running) -> Result<u32, DeviceError> {
+        match running {
+            Running::Call(idx) => Ok(self.launcher.memory.status(idx).handle.contacted),
+            // The copy from the GPU takes longer than all else here.
+            Running::Replay if !self.peers.has_late() => Ok(0),
+            Running::Replay => {
+                let newest = self.newest_recorded()?;
+                Ok(newest.map_or(0, |handle| handle.contacted & !handle.missing))
+            }
         }
     }
 
@@ -136,24 +161,27 @@ impl Executor {
         Ok(())
     }
 
+    /// The last dispatch of a recorded call, as the GPU has it.
+    fn newest_recorded(&self) -> Result<Option<Handle>, DeviceError> {
+        let num_frames = self.launcher.geometry.num_frames as usize;
+        let mut newest: Option<Handle> = None;
+        for idx in num_frames..2 * num_frames {
+            let handle = self.handle(idx)?;
+            if newest.is_none_or(|newest| newest.sequence < handle.sequence) {
+                newest = Some(handle);
+            }
+        }
+        Ok(newest)
+    }
+
     /// The servers of the call that runs; `None` if none of these has begun.
     fn debts(&self, running: Running) -> Result<Option<Debts>, DeviceError> {
-        let num_frames = self.launcher.geometry.num_frames as usize;
         let handle = match running {
             Running::Call(idx) => {
                 let handle = self.handle(idx)?;
                 (handle.sequence > self.launcher.memory.reported(idx)).then_some(handle)
             }
-            Running::Replay => {
-                let mut newest: Option<Handle> = None;
-                for idx in num_frames..2 * num_frames {
-                    let handle = self.handle(idx)?;
-                    if newest.is_none_or(|newest| newest.sequence < handle.sequence) {
-                        newest = Some(handle);
-                    }
-                }
-                newest
-            }
+            Running::Replay => self.newest_recorded()?,
         };
         let Some(handle) = handle else { return Ok(None) };
         let awaited = self.state()?.awaited;

@@ -122,11 +122,12 @@ impl Replays {
         }
         let error = executor.launcher.memory.status(call).error;
         if error.tag == TAG_NONE {
-            if let Some((started, seen)) = seen {
-                executor.note_latency(Running::Replay, started, seen);
-            }
+            let noted = match seen {
+                Some((started, seen)) => executor.note_latency(Running::Replay, started, seen),
+                None => Ok(()),
+            };
             self.end(executor);
-            return Ok(ReplayOutcome::Complete);
+            return noted.map(|()| ReplayOutcome::Complete);
         }
         let result = executor.fail_lost(last).and_then(|()| self.judge(executor, &error, last));
         executor.launcher.memory.clear_error(stream)?;

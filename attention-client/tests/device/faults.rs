@@ -21,7 +21,7 @@ pub fn metric(client: &DeviceClient, name: &str, label: Option<&str>) -> f64 {
 }
 
 /// The same, of a client that is at work.
-fn count(registry: &prometheus::Registry, name: &str, label: Option<&str>) -> f64 {
+pub fn count(registry: &prometheus::Registry, name: &str, label: Option<&str>) -> f64 {
     let families = registry.gather();
     let family = families.iter().find(|family| family.name() == name).expect("metric");
     let chosen = family.get_metric().iter().filter(|metric| {

@@ -14,11 +14,11 @@ use switchyard_attention_client::{DeviceClient, DeviceError, DeviceTensor};
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
-use crate::faults::{metric, until};
+use crate::faults::{count, metric, until};
 use crate::order::Call;
 use crate::rig::{Fleet, Replicas, SLOT, Tensors, builder, check, forward};
 
-const DTYPE: WireDtype = WireDtype::F8E4m3;
+pub const DTYPE: WireDtype = WireDtype::F8E4m3;
 pub const NUM_TOKENS: usize = 30;
 
 /// Three layers of the same input, each with an output of its own.
@@ -243,18 +243,24 @@ fn a_graph_waits_for_the_successor_of_the_only_server() {
     let Some(mut replicas) = Replicas::of(DTYPE, 1, SLOT.num_frames) else { return };
     replicas.max_servers = 1;
     let (tables, watched) = watch::channel(Arc::new(replicas.table()));
-    let mut client = replicas.connect_by(builder(&replicas.model).placement_watch(watched));
+    let settings = builder(&replicas.model).deadline(Duration::from_millis(500));
+    let mut client = replicas.connect_by(settings.placement_watch(watched));
     let mut local = replicas.local();
     let stream = client.gpu().stream().expect("stream");
     let recorded = record(&mut client, &stream);
+    let registry = client.registry().clone();
     for round in 0..3 {
         let request = Request::random(&mut rng, &replicas.model, NUM_TOKENS, 4);
         recorded.load(&request);
         let report = std::thread::scope(|scope| {
             if round > 0 {
-                replicas.kill(0);
+                // It does not answer the first replay, so that one fails.
+                replicas.server(0).freeze();
                 scope.spawn(|| {
-                    std::thread::sleep(Duration::from_millis(300));
+                    until("the failure is noted", || {
+                        count(&registry, "switchyard_client_failovers_total", None) >= round.into()
+                    });
+                    replicas.kill(0);
                     tables.send(Arc::new(replicas.restart(0))).expect("watched");
                 });
             }

@@ -9,7 +9,7 @@ use switchyard_attention_client::{DeviceClient, DeviceError};
 use tokio::sync::watch;
 
 use crate::client_common::{Request, seeded};
-use crate::faults::{metric, until};
+use crate::faults::{count, metric, until};
 use crate::graphs::{NUM_TOKENS, record};
 use crate::order::{Call, DTYPE, NEVER, beside_one_that_stands_still};
 use crate::rig::{Fleet, Replicas, Tensors, builder, forward, options, soon};
@@ -71,9 +71,13 @@ fn a_graph_gets_a_successor_while_a_combined_call_refers_to_its_predecessor() {
     let first = a.combine(client, &stream, first);
     replicas.kill(0);
     recorded.load(&request);
+    let registry = client.registry().clone();
     let report = std::thread::scope(|scope| {
         scope.spawn(|| {
-            std::thread::sleep(Duration::from_millis(300));
+            // The replay notes it.
+            until("the failure is noted", || {
+                count(&registry, "switchyard_client_failovers_total", None) == 1.0
+            });
             tables.send(Arc::new(replicas.restart(0))).expect("watched");
         });
         client.replay(&stream, &recorded.graph).expect("replay")
