@@ -36,10 +36,8 @@ fn a_day_is_planned_from_a_file() {
 
 #[test]
 fn a_report_of_a_model_of_another_shape_is_named() {
-    let report = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../bench/runs/2026-11-20-amd-epyc-2core/moe-qwen3-30b-a3b.json"
-    );
+    let report =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../bench/runs/2026-11-27-plan/bench-fit.json");
     for (preset, differs) in [("deepseek-v3", true), ("qwen3-30b-a3b", false)] {
         let output = std::process::Command::new(env!("CARGO_BIN_EXE_switchyard"))
             .args([

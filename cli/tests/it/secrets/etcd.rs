@@ -84,12 +84,19 @@ fn what_control_planes_know_of_etcd_and_each_other_shows_up_nowhere() {
             &ask(addr, "PUT", "/v1/goals", &header, &format!("{{\"password\":\"{password}\"}}"));
     }
     let urls = planes.map(|addr| format!("http://{addr}")).join(",");
-    for args in [&["status"][..], &["doctor"]] {
-        let env = [("SWITCHYARD_TOKEN", operator.as_str())];
-        fleet.run(&[args, &["--control-plane", &urls]].concat(), &env, args[0]);
+    let env = [("SWITCHYARD_TOKEN", operator.as_str())];
+    fleet.run(&["doctor", "--control-plane", &urls], &env, "doctor");
+    // A leader learns of its followers a moment after it leads.
+    let begin = Instant::now();
+    loop {
+        fleet.run(&["status", "--control-plane", &urls], &env, "status");
+        let shown = std::fs::read_to_string(fleet.path("status.out")).expect("status");
+        if shown.contains("followers") {
+            break;
+        }
+        assert!(begin.elapsed() < LIMIT, "status does not show the followers: {shown}");
+        std::thread::sleep(Duration::from_millis(50));
     }
-    let shown = std::fs::read_to_string(fleet.path("status.out")).expect("status");
-    assert!(shown.contains("followers"), "status does not show the followers: {shown}");
 
     let mut searched = fleet.written();
     searched.push(("answers".to_owned(), answers));
