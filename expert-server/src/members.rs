@@ -272,7 +272,7 @@ impl Membership {
         let mut num_renewals = 0;
         let mut was_draining = false;
         let mut surplus = Surplus::default();
-        let mut unreadable = HashMap::new();
+        let mut failed: HashMap<(u32, u32), Failed> = HashMap::new();
         let mut sending = None;
         let mut loading: Option<Loading> = None;
         loop {
@@ -305,15 +305,15 @@ impl Membership {
                 }
                 _ => {}
             }
-            unreadable.retain(|(layer, expert), since: &mut Instant| {
-                since.elapsed() < UNREADABLE_FOR && !self.store.has(*layer, *expert)
+            failed.retain(|(layer, expert), failed| {
+                failed.last.elapsed() < UNREADABLE_FOR && !self.store.has(*layer, *expert)
             });
             let is_stale = |loading: &Loading| {
                 was_draining || now.assignment.as_ref() != Some(&loading.assignment)
             };
             match &loading {
                 Some(loading) if is_stale(loading) => loading.stop.store(true, Ordering::Relaxed),
-                None if !was_draining => loading = self.start_load(&now, &unreadable),
+                None if !was_draining => loading = self.start_load(&now, &failed),
                 _ => {}
             }
             let kept = self.kept_experts(&now, &mut surplus);
@@ -326,7 +326,8 @@ impl Membership {
                 num_renewals = now.num_renewals;
                 let mut report = window.next_report(&self.load, &held);
                 report.memory_experts = Some(holds(&*self.store).num_experts() as u32);
-                report.unreadable = assignment_of(unreadable.keys().copied());
+                let unreadable = failed.iter().filter(|(_, failed)| failed.num_tries >= TRIES);
+                report.unreadable = assignment_of(unreadable.map(|(pair, _)| *pair));
                 self.keeper.report_load(report);
                 if sending.is_none() && self.has(now.wanted_digests) {
                     sending = Some(Box::pin(self.send_again()));
@@ -346,10 +347,12 @@ impl Membership {
                     outcome?;
                     sending = None;
                 }
-                failed = Loading::end(&mut loading) => {
+                missing = Loading::end(&mut loading) => {
                     loading = None;
-                    let now = Instant::now();
-                    unreadable.extend(failed.into_iter().map(|pair| (pair, now)));
+                    for pair in missing {
+                        let num_tries = failed.get(&pair).map_or(0, |failed| failed.num_tries) + 1;
+                        failed.insert(pair, Failed { last: Instant::now(), num_tries });
+                    }
                 }
             }
         }
@@ -425,7 +428,7 @@ impl Membership {
     fn newly_assigned(
         &self,
         state: &LeaseState,
-        unreadable: &HashMap<(u32, u32), Instant>,
+        failed: &HashMap<(u32, u32), Failed>,
     ) -> Option<Vec<(u32, u32)>> {
         let assignment = state.assignment.as_deref()?;
         let model = self.store.checkpoint().config();
@@ -436,7 +439,7 @@ impl Membership {
         for LayerAssignment { layer, experts } in &assignment.layers {
             let missing = experts.iter().filter(|&&expert| !self.store.has(*layer, expert));
             let has_failed = |pair: &(u32, u32)| {
-                unreadable.get(pair).is_some_and(|since| since.elapsed() < RELOAD_PAUSE)
+                failed.get(pair).is_some_and(|failed| failed.last.elapsed() < RELOAD_PAUSE)
             };
             new.extend(missing.map(|&expert| (*layer, expert)).filter(|pair| !has_failed(pair)));
         }
@@ -447,9 +450,9 @@ impl Membership {
     fn start_load(
         &self,
         state: &LeaseState,
-        unreadable: &HashMap<(u32, u32), Instant>,
+        failed: &HashMap<(u32, u32), Failed>,
     ) -> Option<Loading> {
-        let new = self.newly_assigned(state, unreadable)?;
+        let new = self.newly_assigned(state, failed)?;
         let assignment = Arc::clone(state.assignment.as_ref()?);
         tracing::info!(num_experts = new.len(), "loading newly assigned experts");
         let stop = Arc::new(AtomicBool::new(false));
@@ -470,6 +473,13 @@ impl Membership {
         };
         Some(Loading { stop, assignment, end: Box::pin(end) })
     }
+}
+
+/// Tries to load an assigned expert that have failed.
+#[derive(Debug, Clone, Copy)]
+struct Failed {
+    last: Instant,
+    num_tries: u32,
 }
 
 /// (layer, expert) pairs in any order as an assignment.
@@ -495,5 +505,7 @@ const RESEND_PAUSE: Duration = Duration::from_secs(60);
 const MAX_DIFFERENCES: usize = 5;
 /// Pause between two tries to load an expert.
 const RELOAD_PAUSE: Duration = Duration::from_secs(10);
+/// Failed tries before an expert is reported: a source may be busy, or the control plane away, for a moment.
+const TRIES: u32 = 2;
 /// A failed expert is reported for so long after the last try. The control plane may then assign it again.
 const UNREADABLE_FOR: Duration = Duration::from_secs(600);

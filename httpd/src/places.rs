@@ -155,7 +155,11 @@ impl Table {
         let Some((holder, ranks)) = largest.filter(|(_, ranks)| 2 * ranks.len() > limit) else {
             return self.take_idle();
         };
-        let idle = ranks.iter().find(|place| self.idle.contains(place));
+        let is_written = |(_, id): &(u64, u64)| {
+            let entry = self.entries.get(id);
+            entry.is_some_and(|entry| !entry.is_blocked.load(Ordering::Relaxed))
+        };
+        let idle = ranks.iter().find(|place| self.idle.contains(place) && is_written(place));
         let is_own = newcomer == Some(&**holder);
         let (_, id) = *idle.or_else(|| ranks.first().filter(|_| !is_own))?;
         self.remove(id)

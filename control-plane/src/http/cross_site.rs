@@ -68,7 +68,7 @@ fn host_of(text: &str) -> &str {
     }
 }
 
-const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
+pub(super) const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
 #[cfg(test)]
 mod tests {

@@ -19,6 +19,7 @@ use trust::log_limit::LogLimit;
 use trust::tls::{Security, Side, explain};
 use trust::{Credential, Identity};
 
+use super::cross_site::SEC_FETCH_SITE;
 use super::error::HttpError;
 use super::request_id::{REQUEST_ID, RequestId};
 use super::{App, page};
@@ -66,6 +67,8 @@ pub(super) async fn refuse(app: &App, mut request: Request, refusal: HttpError) 
                 && !request.headers().contains_key(FORWARDED) =>
         {
             *request.body_mut() = Body::empty();
+            // A leader that does not know of refusals refuses this one.
+            request.headers_mut().insert(SEC_FETCH_SITE, HeaderValue::from_static("cross-site"));
             request.extensions_mut().insert(RefusedHere(refusal.message().to_owned()));
             let answer = send(app, following, request).await;
             answer.is_ok_and(|answer| answer.status() == StatusCode::FORBIDDEN)
@@ -195,7 +198,8 @@ async fn send(app: &App, following: Following, request: Request) -> Result<Respo
         .forwarder
         .request(parts.method.clone(), format!("{}{path}", url.trim_end_matches('/')))
         .header(FORWARDED, "1");
-    for name in [AUTHORIZATION, CONTENT_TYPE] {
+    // Not ORIGIN: the leader has another host.
+    for name in [AUTHORIZATION, CONTENT_TYPE, SEC_FETCH_SITE] {
         if let Some(value) = parts.headers.get(&name) {
             let mut value = value.clone();
             value.set_sensitive(name == AUTHORIZATION);

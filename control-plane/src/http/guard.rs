@@ -90,8 +90,8 @@ pub(super) async fn guard(State(app): State<App>, mut request: Request, next: Ne
             recognise(&entry, &caller, &request);
             let member = member_of(path.as_deref(), request.uri().path());
             let response = match admit(&app, &entry, &caller, member.as_ref())
-                .and_then(|()| check_site(&app, &entry, &caller, &request))
                 .and_then(|()| refused.map_or(Ok(()), Err))
+                .and_then(|()| check_site(&app, &entry, &caller, &request))
             {
                 Err(refusal) if entry.action.is_some() => {
                     request.extensions_mut().insert(caller.clone());

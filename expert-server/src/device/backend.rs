@@ -89,6 +89,8 @@ impl Backend for DeviceBackend {
             networks: transports.networks,
             device: Some(offer(&self.gpu, &self.plan.geometry)),
             max_peers: self.plan.max_clients,
+            // The kernels have few places, and all clients of an engine may have one identity.
+            max_peers_of_holder: Some(self.plan.max_clients),
             ..common
         })
     }

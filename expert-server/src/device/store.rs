@@ -38,7 +38,7 @@ use self::weights::{fill_randomly, put, put_matrices, refused};
 use super::DeviceError;
 use super::plan::DevicePlan;
 use super::upload::Uploader;
-use crate::compute::{ExpertWeights, LoadError, LoadProgress};
+use crate::compute::{ExpertWeights, LoadError, LoadProgress, WeightError};
 use crate::experts::{DeviceExperts, Experts, Landing, MatrixForm, Room};
 
 /// The loaded experts of all layers.
@@ -275,8 +275,11 @@ impl Experts for DeviceStore {
     fn insert(&self, layer: u32, expert: u32, weights: ExpertWeights) -> Result<u64, LoadError> {
         let refused = |what: &str| DeviceError::Arithmetic { what: what.to_owned() };
         let ExpertWeights { gate, up, down, biases } = weights;
-        if biases.is_some() {
-            return Err(refused("biases of experts").into());
+        if let Some(biases) = biases {
+            // No expert of a model that this device serves has some: the source made them up.
+            let (matrix, found) = ("down", biases.down.len());
+            let source = WeightError::Bias { matrix, expert, found, expected: 0 };
+            return Err(LoadError::Weight { layer, expert, source });
         }
         let gate = gate.ok_or_else(|| refused("experts without a gate"))?;
         let matrices = [gate, up, down];

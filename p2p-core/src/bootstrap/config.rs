@@ -85,8 +85,10 @@ pub struct ListenerConfig {
     /// Most handshakes under way. Beyond it, a newcomer evicts the oldest silent one. A quarter of
     /// the process's limit on open files is a second bound, so that connected peers keep theirs.
     pub max_handshakes: usize,
-    /// Most peers connected at the same time. One holder of tickets may have half of them.
+    /// Most peers connected at the same time.
     pub max_peers: usize,
+    /// Most peers of one holder of tickets at the same time. Default: half of `max_peers`.
+    pub max_peers_of_holder: Option<usize>,
     /// Time after which a host that does not answer counts as gone.
     pub liveness_timeout: Duration,
     /// Delays and reordering of a staged transport. For tests.
@@ -107,6 +109,7 @@ impl Default for ListenerConfig {
             handshake_timeout: DEFAULT_HANDSHAKE_TIMEOUT,
             max_handshakes: 1024,
             max_peers: 4096,
+            max_peers_of_holder: None,
             liveness_timeout: DEFAULT_LIVENESS_TIMEOUT,
             #[cfg(feature = "test-transports")]
             disorder: None,

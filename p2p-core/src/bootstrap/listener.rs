@@ -117,7 +117,7 @@ impl Listener {
             host: HostIdentity::of_this_process(),
             rendezvous_name,
             waiting: Mutex::default(),
-            peers: PeerPlaces::new(config.max_peers),
+            peers: PeerPlaces::new(config.max_peers, config.max_peers_of_holder),
             stats: Arc::default(),
             config,
         };

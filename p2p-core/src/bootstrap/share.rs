@@ -7,11 +7,12 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{Reject, RejectCode};
 
-/// Places for peers. Peers of one holder get half of them at most, so that no holder keeps all others out.
+/// Places for peers. Peers of one holder get a part of them at most, so that no holder keeps all others out.
 #[derive(Debug)]
 pub(super) struct PeerPlaces {
     places: Arc<Semaphore>,
     num_places: usize,
+    most_of_holder: usize,
     holders: Arc<Mutex<HashMap<Box<str>, usize>>>,
 }
 
@@ -30,9 +31,15 @@ struct Share {
 }
 
 impl PeerPlaces {
-    pub(super) fn new(num_places: usize) -> Self {
+    /// A holder gets half of `num_places` unless `most_of_holder` says otherwise.
+    pub(super) fn new(num_places: usize, most_of_holder: Option<usize>) -> Self {
         let num_places = num_places.min(Semaphore::MAX_PERMITS);
-        Self { places: Arc::new(Semaphore::new(num_places)), num_places, holders: Arc::default() }
+        Self {
+            places: Arc::new(Semaphore::new(num_places)),
+            num_places,
+            most_of_holder: most_of_holder.unwrap_or(num_places / HOLDER_SHARE).max(1),
+            holders: Arc::default(),
+        }
     }
 
     /// Takes a place for a peer of `holder`, if the peer has one.
@@ -49,7 +56,7 @@ impl PeerPlaces {
     }
 
     fn share(&self, holder: Box<str>) -> Result<Share, Reject> {
-        let max = (self.num_places / HOLDER_SHARE).max(1);
+        let max = self.most_of_holder;
         let mut holders = lock(&self.holders);
         let count = holders.entry(holder.clone()).or_default();
         if *count >= max {
@@ -91,7 +98,7 @@ mod tests {
     #[test]
     fn one_holder_leaves_half_of_the_places_to_others() {
         let num_places = rand::random_range(2..100);
-        let places = PeerPlaces::new(num_places);
+        let places = PeerPlaces::new(num_places, None);
         let take = |holder: &str| places.take(Some(holder.into()));
         let mut greedy: Vec<_> = std::iter::from_fn(|| take("greedy").ok()).collect();
         assert_eq!(greedy.len(), num_places / 2, "of {num_places}");
@@ -116,8 +123,15 @@ mod tests {
     }
 
     #[test]
+    fn one_holder_gets_as_many_places_as_the_listener_allows() {
+        let places = PeerPlaces::new(32, Some(32));
+        let all: Vec<_> = std::iter::from_fn(|| places.take(Some("engine".into())).ok()).collect();
+        assert_eq!(all.len(), 32);
+    }
+
+    #[test]
     fn a_single_place_is_for_any_holder() {
-        let places = PeerPlaces::new(1);
+        let places = PeerPlaces::new(1, None);
         let place = places.take(Some("a".into())).unwrap();
         assert!(places.take(Some("b".into())).is_err());
         drop(place);
