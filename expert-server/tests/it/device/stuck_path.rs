@@ -1,6 +1,7 @@
 //! Clients over a network that is stuck. The network is a fake: its clients store into the server's slot, and
 //! a thread takes only a few of the commands by which the server's kernels answer.
 
+use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -266,7 +267,8 @@ impl RemoteSlots for DirectSlots {
 /// A server's slots with one lane for answers. A thread takes [`TAKEN`] commands from it, and then no more.
 #[derive(Debug)]
 struct ProxySlots {
-    own: GpuBuffer,
+    /// It is never freed: a client may store into it after the server has dropped the link, which a NIC would refuse.
+    own: ManuallyDrop<GpuBuffer>,
     mirror: GpuBuffer,
     waits: Arc<GpuBuffer>,
     /// `sy_proxy_lane`, `sy_proxy_peer`, `sy_proxy_lane_words`, `sy_proxy_lane_state` and the commands.
@@ -316,7 +318,7 @@ impl ProxySlots {
                 std::thread::sleep(Duration::from_micros(20));
             }
         });
-        Self { own, mirror, waits, memory, is_over }
+        Self { own: ManuallyDrop::new(own), mirror, waits, memory, is_over }
     }
 }
 
