@@ -40,16 +40,7 @@ fn a_report_of_a_model_of_another_shape_is_named() {
         concat!(env!("CARGO_MANIFEST_DIR"), "/../bench/runs/2026-11-27-plan/bench-fit.json");
     for (preset, differs) in [("deepseek-v3", true), ("qwen3-30b-a3b", false)] {
         let output = std::process::Command::new(env!("CARGO_BIN_EXE_switchyard"))
-            .args([
-                "--json",
-                "plan",
-                "--preset",
-                preset,
-                "--bench",
-                report,
-                "--server-memory-gb",
-                "400",
-            ])
+            .args(["--json", "plan", "--preset", preset, "--bench", report, "--peak", "1"])
             .output()
             .expect("start");
         let text = String::from_utf8_lossy(&output.stderr);
