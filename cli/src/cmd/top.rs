@@ -4,6 +4,8 @@ mod view;
 
 use std::io::IsTerminal as _;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -11,6 +13,7 @@ use control_api::{ControlClient, ControlError};
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use tokio::signal::unix::{SignalKind, signal};
 
 use self::view::{History, Order, Screen, Snapshot};
 use super::status::exit_code;
@@ -66,8 +69,9 @@ pub fn run(global: &Global, args: Args) -> Result<ExitCode> {
     }
     // The first look, before the screen changes: an error stays readable.
     let first = look()?;
+    let is_over = end_by_signal()?;
     let mut terminal = ratatui::try_init().context("cannot use this terminal")?;
-    let result = live(&mut terminal, url, first, look, &args);
+    let result = live(&mut terminal, url, first, look, &args, &is_over);
     ratatui::try_restore().context("cannot restore the terminal")?;
     result.map(|()| ExitCode::SUCCESS)
 }
@@ -77,13 +81,41 @@ async fn snapshot(client: &ControlClient) -> Result<Snapshot, ControlError> {
     Ok(Snapshot { status, members: client.members().await? })
 }
 
-/// Draws until the user quits. A control plane that does not answer is shown, and asked again.
+/// A flag that is true once a signal asks this process to end. The picture then has to leave the terminal first.
+fn end_by_signal() -> Result<Arc<AtomicBool>> {
+    let is_over = Arc::new(AtomicBool::new(false));
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    // The handlers are in place when this returns.
+    let signals = {
+        let _entered = runtime.enter();
+        let shutdown = super::shutdown_signal()?;
+        let mut hangup = signal(SignalKind::hangup()).context("cannot handle signals")?;
+        async move {
+            tokio::select! {
+                () = shutdown => {}
+                _ = hangup.recv() => {}
+            }
+        }
+    };
+    let seen = Arc::clone(&is_over);
+    std::thread::spawn(move || {
+        runtime.block_on(signals);
+        seen.store(true, Ordering::Relaxed);
+    });
+    Ok(is_over)
+}
+
+/// Draws until the user quits, or until `is_over`. A control plane that does not answer is shown, and asked again.
 fn live(
     terminal: &mut ratatui::DefaultTerminal,
     url: &str,
     mut snapshot: Snapshot,
     look: impl Fn() -> Result<Snapshot, ControlError>,
     args: &Args,
+    is_over: &AtomicBool,
 ) -> Result<()> {
     let interval = Duration::from_millis(args.interval_ms);
     let (mut history, mut order, mut offset) = (History::default(), args.order, 0usize);
@@ -102,7 +134,8 @@ fn live(
             is_live: true,
         };
         terminal.draw(|frame| screen.draw(frame)).context("cannot draw")?;
-        if event::poll(due.saturating_duration_since(Instant::now())).context("cannot read keys")? {
+        let wait = due.saturating_duration_since(Instant::now()).min(SIGNAL_PERIOD);
+        if event::poll(wait).context("cannot read keys")? {
             let Event::Key(key) = event::read().context("cannot read keys")? else { continue };
             if key.kind != KeyEventKind::Press {
                 continue;
@@ -121,6 +154,12 @@ fn live(
                 KeyCode::End => offset = usize::MAX,
                 _ => {}
             }
+            continue;
+        }
+        if is_over.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        if Instant::now() < due {
             continue;
         }
         due = Instant::now() + interval;
@@ -148,6 +187,8 @@ fn picture(url: &str, snapshot: &Snapshot, history: &History, order: Order) -> R
     Ok(lines.collect::<Vec<_>>().join("\n").trim_end().to_owned())
 }
 
+/// Time between two looks at the signals.
+const SIGNAL_PERIOD: Duration = Duration::from_millis(100);
 /// Servers that a key turns.
 const PAGE: usize = 10;
 /// Columns of a picture for scripts.
