@@ -9,7 +9,7 @@ use test_support::bounded::{line_with, lines_of};
 use test_support::child;
 
 use crate::common::{TestTransport, config, rng, soon};
-use test_support::resources::{num_descriptors, num_mappings_of, resident_bytes, usual_growth};
+use test_support::resources::{num_descriptors, num_mappings_of, resident_bytes};
 
 const BYTES: u64 = 3 << 20;
 /// Samples of memory. The early ones are taken while one-time allocations still happen.
@@ -132,9 +132,12 @@ fn a_killed_peer_costs_nothing_but_its_connection() {
             std::thread::sleep(Duration::from_millis(5));
         }
         println!("{by:?}: resident after each {every} of {rounds} rounds: {resident:?}");
-        let usual = usual_growth(resident.get(NUM_EARLY..).unwrap_or_default());
+        // What a peer leaves behind shows after all of them. The allocator's own steps come now and then.
+        let late = resident.get(NUM_EARLY..).unwrap_or_default();
+        let grown = late.windows(2).map(|pair| pair[1].cast_signed() - pair[0].cast_signed());
+        let least = grown.min().expect("two late samples at least");
         let most = (every as u64 * MOST_KEPT).cast_signed();
-        assert!(usual < most, "{by:?}: usually {usual} bytes for each {every} peers: {resident:?}");
+        assert!(least < most, "{by:?}: {least} bytes or more after {every} peers: {resident:?}");
         assert!(engine.dereg(memory).unwrap() && engine.dereg(target).unwrap(), "in use");
     }
 }
