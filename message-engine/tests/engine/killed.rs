@@ -132,7 +132,7 @@ fn a_killed_peer_costs_nothing_but_its_connection() {
             std::thread::sleep(Duration::from_millis(5));
         }
         println!("{by:?}: resident after each {every} of {rounds} rounds: {resident:?}");
-        // What a peer leaves behind shows after all of them. The allocator's own steps come now and then.
+        // A leak adds to every sample. The allocator's own steps come now and then.
         let late = resident.get(NUM_EARLY..).unwrap_or_default();
         let grown = late.windows(2).map(|pair| pair[1].cast_signed() - pair[0].cast_signed());
         let least = grown.min().expect("two late samples at least");
